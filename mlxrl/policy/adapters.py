@@ -1,0 +1,213 @@
+"""LoRA adapters: put on a model, taken off for the reference, saved in mlx-lm's folder format."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxrl.atomic import replacing, write_text
+
+LEAVES = ("lora_a", "lora_b", "m")
+ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """Low-rank adapters y = W x + scale * B A x (arXiv 2106.09685; `scale` is alpha / rank).
+
+    keys: names inside a block, as `self_attn.q_proj`, or inside the model, as `model.embed_tokens`;
+    None stands for every linear layer of the blocks, routers of experts left alone.
+    """
+
+    rank: int = 8
+    scale: float = 2.0
+    dropout: float = 0.0
+    keys: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora: rank: wanted at least 1, got {self.rank}")
+        if not self.scale > 0:
+            raise ValueError(f"lora: scale: wanted more than 0, got {self.scale}; at 0 the adapter has no effect")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora: dropout: wanted at least 0 and less than 1, got {self.dropout}")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A line of the table of what was adapted: a key, its layer's class and shape, in how many places."""
+
+    key: str
+    layer: str
+    shape: tuple[int, ...]
+    count: int
+    parameters: int
+
+
+def adapt(model: nn.Module, lora: LoRA, seed: int = 0) -> None:
+    """Freeze a model and put adapters on it; afterwards only their leaves are trainable.
+
+    Raises:
+        ValueError: a key matches nothing; the message lists the names that exist.
+    """
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    keys = resolve_keys(model, lora.keys)
+    model.freeze()
+    config = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys}
+    linear_to_lora_layers(model, len(layers_of(model)), config)
+    _initialise(model, seed)
+    model.eval()
+    assert_only_adapters(model)
+
+
+def layers_of(model: Any) -> Sequence[nn.Module]:
+    """The model's blocks."""
+    return model.layers
+
+
+def resolve_keys(model: nn.Module, keys: Sequence[str] | None) -> list[str]:
+    """The names mlx-lm adapts: those asked for, checked, or every linear layer of the blocks."""
+    block_names = sorted({name for block in layers_of(model) for name in _adaptable(block)})
+    if keys is None:
+        return [name for name in block_names if name.rsplit(".", 1)[-1] not in ROUTERS]
+    known = [*block_names, *(name for name in _adaptable(model) if ".layers." not in f".{name}")]
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"lora: keys: {key!r} matches no layer{hint} The names are: {', '.join(known)}")
+    return list(keys)
+
+
+def _adaptable(module: nn.Module) -> list[str]:
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    kinds = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear, nn.Embedding, nn.QuantizedEmbedding)
+    return [name for name, child in module.named_modules() if isinstance(child, kinds) or hasattr(child, "to_lora")]
+
+
+def _initialise(model: nn.Module, seed: int) -> None:
+    """Draw every A anew, uniform within 1 / sqrt(inputs) as mlx-lm does, from a key of our own instead of the global one."""
+    places = [module for _, module in sorted(model.named_modules(), key=lambda item: item[0]) if _base(module) is not None]
+    for module, key in zip(places, mx.random.split(mx.random.key(seed), len(places)), strict=True):
+        shape = module.lora_a.shape
+        bound = (shape[-1] if len(shape) == 3 else shape[0]) ** -0.5
+        module.lora_a = mx.random.uniform(-bound, bound, shape, key=key)
+    mx.eval(model.trainable_parameters())
+
+
+def assert_only_adapters(model: nn.Module) -> None:
+    """Check that something is trainable, and nothing but adapters."""
+    names = [name for name, _ in tree_flatten(model.trainable_parameters())]
+    assert names, "no adapter is trainable"
+    strangers = [name for name in names if name.rsplit(".", 1)[-1] not in LEAVES]
+    assert not strangers, f"trainable parameters outside the adapters: {strangers[:3]}"
+
+
+def adapted(model: nn.Module) -> list[Adapted]:
+    """The table of what was adapted, a line for every key and shape."""
+    lines: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    for name, module in model.named_modules():
+        if (base := _base(module)) is None:
+            continue
+        key = name.split(".layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
+        size = sum(value.size for _, value in tree_flatten(module.trainable_parameters()))
+        lines.setdefault((key, type(base).__name__, tuple(base.weight.shape)), []).append(size)
+    return [Adapted(*where, len(sizes), sum(sizes)) for where, sizes in sorted(lines.items())]
+
+
+def _base(module: nn.Module) -> Any | None:
+    """The layer inside an adapter, None for a module that is none. The attribute is mlx-lm's name for it."""
+    if "lora_a" not in module:
+        return None
+    return module.linear if "linear" in module else module.embedding
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Take every adapter off a model or policy for the span of a block: inside it, it is the base, bit for bit.
+
+    All of mlx-lm's adapters are covered: LoRALinear, LoRASwitchLinear, LoRAEmbedding and DoRA. The layers are
+    swapped, not scaled by zero, because a scale would be baked into a compiled trace.
+    """
+    model = getattr(model, "model", model) if not isinstance(model, nn.Module) else model
+    places = list(_places(model))
+    try:
+        for container, key, adapter in places:
+            container[key] = _base(adapter)
+        yield
+    finally:
+        for container, key, adapter in places:
+            container[key] = adapter
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any, nn.Module]]:
+    """(container, key, adapter) of every adapter below a module, a list or a dict."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(items):
+        if isinstance(value, nn.Module) and _base(value) is not None:
+            yield tree, key, value
+        elif isinstance(value, (dict, list)):
+            yield from _places(value)
+
+
+def save(model: nn.Module, lora: LoRA, folder: str | Path, source: str) -> None:
+    """Write `adapters.safetensors` and `adapter_config.json` as mlx-lm reads them, each in one piece."""
+    folder = Path(folder)
+    config = {
+        "fine_tune_type": "lora",
+        "model": source,
+        "num_layers": len(layers_of(model)),
+        "lora_parameters": {
+            "rank": lora.rank,
+            "scale": lora.scale,
+            "dropout": lora.dropout,
+            "keys": _adapted_keys(model),
+        },
+    }
+    write_text(folder / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+    with replacing(folder / "adapters.safetensors") as temporary:
+        mx.save_safetensors(str(temporary), dict(tree_flatten(model.trainable_parameters())))
+
+
+def _adapted_keys(model: nn.Module) -> list[str]:
+    return sorted({line.key for line in adapted(model)})
+
+
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Read the adapter weights of a folder into a model that is adapted in the same way.
+
+    Raises:
+        ValueError: the folder's tensors are not those of the model's adapters.
+    """
+    path = Path(folder) / "adapters.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{folder}: no adapters.safetensors; wanted a folder that a run or mlx-lm has saved")
+    weights: dict[str, mx.array] = mx.load(str(path))  # pyright: ignore
+    wanted = {name: value.shape for name, value in tree_flatten(model.trainable_parameters())}
+    got = {name: value.shape for name, value in weights.items()}
+    if wanted != got:
+        odd = sorted(set(wanted.items()) ^ set(got.items()))[0]
+        raise ValueError(f"{path}: not the adapter of this model and [lora] table; first difference: {odd[0]} {odd[1]}")
+    model.load_weights(list(weights.items()), strict=False)
+    mx.eval(model.trainable_parameters())
+
+
+def read_config(folder: str | Path) -> LoRA:
+    """The LoRA settings of an adapter folder."""
+    path = Path(folder) / "adapter_config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: no adapter_config.json; wanted a folder that a run or mlx-lm has saved")
+    parameters = json.loads(path.read_text(encoding="utf-8"))["lora_parameters"]
+    keys = parameters.get("keys")
+    return LoRA(parameters["rank"], parameters["scale"], parameters["dropout"], None if keys is None else tuple(keys))

@@ -1,0 +1,140 @@
+"""From a name to a policy: a model with its tokenizer, its adapters, and its head."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxrl.policy import adapters
+from mlxrl.policy.adapters import Adapted, LoRA
+from mlxrl.policy.head import Head, split
+from mlxrl.policy.prefix import shared
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A language model that can be sampled, scored and updated.
+
+    model: an mlx-lm model; tokenizer: mlx-lm's wrapper; head: the model in two parts; lora: None for a frozen model;
+    shares_prefix: whether its caches can carry a shared prompt through the gradient; source: what it was loaded from.
+    """
+
+    model: Any
+    tokenizer: Any
+    head: Head
+    lora: LoRA | None
+    shares_prefix: bool
+    source: str
+
+    @property
+    def adapted(self) -> list[Adapted]:
+        """The table of adapted layers."""
+        return adapters.adapted(self.model)
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Numbers that the optimizer moves."""
+        return sum(line.parameters for line in self.adapted)
+
+    def save(self, folder: str | Path) -> None:
+        """Save the adapter in mlx-lm's format: `mlx_lm.generate --adapter-path FOLDER` and `mlx_lm.fuse` read it."""
+        if self.lora is None:
+            raise ValueError(f"{folder}: this policy was loaded without adapters, there is nothing to save")
+        adapters.save(self.model, self.lora, folder, self.source)
+
+
+def policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: str = "", seed: int = 0) -> Policy:
+    """Make a policy of an mlx-lm model that is already in memory; adapters are put on it in place."""
+    model.eval()
+    if lora is None:
+        model.freeze()
+    else:
+        adapters.adapt(model, lora, seed)
+    return Policy(model, tokenizer, split(model), lora, shared(model), source)
+
+
+def load(
+    id: str,
+    *,
+    lora: LoRA | None = LoRA(),
+    dtype: str | None = None,
+    adapter: str | Path | None = None,
+    seed: int = 0,
+) -> Policy:
+    """Load a Hugging Face id, an mlx-lm folder or a llama `.gguf` file, and put LoRA adapters on it.
+
+    Args:
+        lora: the adapters; None leaves the model frozen, for a reference or a teacher.
+        dtype: "float32", "bfloat16" or "float16"; None keeps what the files hold. A `.gguf` file is dequantised to it.
+        adapter: a folder saved before, whose weights and settings are taken over.
+        seed: of the adapters' initial values.
+    Raises:
+        ValueError: the model cannot be had, or a key of `lora` matches nothing.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"model: dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    if adapter is not None:
+        lora = adapters.read_config(adapter)
+    model, tokenizer = _read(id, None if dtype is None else DTYPES[dtype])
+    loaded = policy(model, tokenizer, lora=lora, source=id, seed=seed)
+    if adapter is not None:
+        adapters.load_weights(model, adapter)
+    return loaded
+
+
+def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
+    path = Path(id).expanduser()
+    if id.endswith(".gguf"):
+        from mlxrl.policy import gguf
+
+        if not path.is_file():
+            raise ValueError(f"model: id: no file {id}")
+        model, tokenizer, _ = gguf.read(path, dtype)
+        return model, tokenizer
+    model, tokenizer = _load_mlx_lm(id, path)
+    if dtype is not None:
+        model.set_dtype(dtype)
+        mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def _load_mlx_lm(id: str, path: Path) -> tuple[Any, Any]:
+    import mlx_lm
+
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"model: id: {id} has no config.json; wanted an mlx-lm model folder")
+    if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
+        raise ValueError(f"model: id: no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
+    try:
+        loaded = mlx_lm.load(str(path) if path.exists() else id)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model: id: {id} could not be loaded: {reason[:300]}") from error
+    return loaded[0], loaded[1]
+
+
+def skeleton(id: str) -> nn.Module | None:
+    """The model of a local folder without its weights, None where its files are not on this machine."""
+    path = Path(id).expanduser() / "config.json"
+    if not path.is_file():
+        return None
+    from mlx_lm.utils import _get_classes  # pyright: ignore
+
+    config = json.loads(path.read_text(encoding="utf-8"))
+    model_class, arguments = _get_classes(config)
+    return model_class(arguments.from_dict(config))
+
+
+def outline(id: str, lora: LoRA) -> list[Adapted] | None:
+    """What `load` would adapt, without loading weights; None where the model is not on this machine."""
+    if (model := skeleton(id)) is None:
+        return None
+    adapters.adapt(model, lora)
+    return adapters.adapted(model)
