@@ -1,0 +1,1 @@
+"""Where policy, rollout and algorithm meet."""

@@ -1,0 +1,73 @@
+"""Evaluation on rows that are not trained on, and the comparison of two evaluations of the same rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlxrl.policy.load import Policy
+from mlxrl.rewards import score
+from mlxrl.rollout.episodes import rollout
+from mlxrl.rollout.sampling import key_of
+from mlxrl.types import Sampling, Task, Trajectory
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One trajectory a task, in the order of the tasks."""
+
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """A reward that failed counts as 0: a model that breaks the scoring is not a good one."""
+        return tuple(t.reward if math.isfinite(t.reward) else 0.0 for t in self.trajectories)
+
+    def summary(self, success: float = 1.0) -> dict[str, float]:
+        """accuracy: share of rows whose reward is at least `success`; mean_reward; n rows."""
+        rewards = np.array(self.rewards)
+        return {
+            "accuracy": float((rewards >= success).mean()),
+            "mean_reward": float(rewards.mean()),
+            "n": len(rewards),
+        }
+
+
+def evaluate(
+    policy: Policy,
+    tasks: Sequence[Task],
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]],
+    *,
+    sampling: Sampling = Sampling(temperature=0.0),
+    weights: Sequence[float] | None = None,
+    max_rows: int = 32,
+    thinking: bool | None = None,
+    seed: int = 0,
+) -> Evaluation:
+    """Answer every task once, greedily by default, and score the answers."""
+    if not tasks:
+        raise ValueError("evaluate: wanted at least one task, got none")
+    functions = [reward] if callable(reward) else list(reward)
+    groups = rollout(
+        policy, tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows, thinking=thinking
+    )
+    return Evaluation(tuple(group[0] for group in score(groups, *functions, weights=weights)))
+
+
+def compare(before: Evaluation, after: Evaluation, seed: int = 0) -> dict[str, Any]:
+    """Mean reward after minus before on the same rows, with its 95 % interval.
+
+    The interval is that of a bootstrap over the pairs (percentiles 2.5 and 97.5 of the resampled means).
+    """
+    if [t.task.prompt for t in before.trajectories] != [t.task.prompt for t in after.trajectories]:
+        raise ValueError("compare: the two evaluations are not of the same rows")
+    pairs = np.array(after.rewards) - np.array(before.rewards)
+    draws = np.random.default_rng(seed).integers(len(pairs), size=(RESAMPLES, len(pairs)))
+    low, high = np.percentile(pairs[draws].mean(axis=1), [2.5, 97.5])
+    return {"difference": float(pairs.mean()), "interval": [float(low), float(high)]}
