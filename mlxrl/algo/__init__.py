@@ -1,0 +1,77 @@
+"""The maths of RL post-training, pure: arrays and groups in, advantages, losses and metrics out.
+
+Pieces live in the modules (`advantages`, `returns`, `ratio`, `losses`, `reduce`, `kl`, `correction`,
+`mismatch`, `distill`, `distributions`, `shaping`, `steps`); `recipes` composes them.
+"""
+
+from mlxrl.algo import (
+    advantages,
+    correction,
+    distill,
+    distributions,
+    kl,
+    losses,
+    mismatch,
+    ratio,
+    reduce,
+    returns,
+    shaping,
+    steps,
+)
+from mlxrl.algo.compose import Recipe, Regulariser, Surrogate
+from mlxrl.algo.metrics import finish
+from mlxrl.algo.recipes import (
+    RECIPES,
+    cispo,
+    dapo,
+    dppo,
+    dr_grpo,
+    gigpo,
+    gmpo,
+    grpo,
+    gspo,
+    gspo_token,
+    luspo,
+    max_rl,
+    opd,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+    sapo,
+)
+
+__all__ = [
+    "RECIPES",
+    "Recipe",
+    "Regulariser",
+    "Surrogate",
+    "advantages",
+    "cispo",
+    "correction",
+    "dapo",
+    "distill",
+    "distributions",
+    "dppo",
+    "dr_grpo",
+    "finish",
+    "gigpo",
+    "gmpo",
+    "grpo",
+    "gspo",
+    "gspo_token",
+    "kl",
+    "losses",
+    "luspo",
+    "max_rl",
+    "mismatch",
+    "opd",
+    "ratio",
+    "reduce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "returns",
+    "rloo",
+    "sapo",
+    "shaping",
+    "steps",
+]

@@ -1,0 +1,155 @@
+"""Advantages, GiGPO's step credit, reward shaping and group filters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from oracles.case import Case, Results
+
+from mlxrl.algo import advantages, returns, shaping, steps
+
+
+def uniform(case: Case) -> Results:
+    rewards, ids = case.np("rewards"), case.ids
+    stds = advantages.group_spread(rewards, ids)
+
+    def relative(scale: Any, eps: float = 0.0) -> np.ndarray:
+        return advantages.group_relative(rewards, ids, scale, eps)
+
+    leave_one_out = advantages.leave_one_out(rewards, ids)
+    return {
+        "out_verl_std": relative("group", 1e-6),
+        "out_verl_nostd": relative("none"),
+        "out_rloo_verl": leave_one_out,
+        "out_passk_verl": advantages.pass_at_k(rewards, ids, 1e-6),
+        "out_gpg_verl": advantages.gpg(rewards, ids),
+        "out_opo_verl": optimal(case),
+        "out_trl_group": relative("group", 1e-4),
+        "out_trl_batch": relative("batch", 1e-4),
+        "out_trl_none": relative("none"),
+        "out_openrlhf_group_norm": relative("group", 1e-9),
+        "out_rloo_openrlhf": leave_one_out,
+        "out_slime_std": relative("group", 1e-6),
+        "out_tinker": relative("none"),
+        "out_primerl_grpo": relative("none"),
+        "out_primerl_max_rl": advantages.max_rl(rewards, ids),
+        "metric_frac_reward_zero_std": np.isclose(stds, 0).mean(),
+        "metric_reward_std": advantages.spread(rewards.astype(np.float64)),
+    }
+
+
+def optimal(case: Case) -> np.ndarray:
+    """OPO's advantage where a row has a token; verl broadcasts over tokens, so a row without any shows 0."""
+    lengths = case.np("mask").sum(axis=1)
+    return advantages.optimal_baseline(case.np("rewards"), case.ids, lengths) * (lengths > 0)
+
+
+def ragged(case: Case) -> Results:
+    rewards, ids = case.np("rewards"), case.ids
+    return {
+        "out_verl_std": advantages.group_relative(rewards, ids, "group", 1e-6, "raw"),
+        "out_verl_std_vectorized": advantages.group_relative(rewards, ids, "group", 1e-6, "raw"),
+        "out_verl_nostd": advantages.group_relative(rewards, ids, "none", single="raw"),
+        "out_rloo_verl": advantages.leave_one_out(rewards, ids, "raw"),
+        "out_rloo_verl_vectorized": advantages.leave_one_out(rewards, ids, "zero"),
+        "out_tinker": advantages.group_relative(rewards, ids, "none"),
+    }
+
+
+def length_penalty(case: Case) -> Results:
+    hyper, out = case.hyper, case.np("output_tokens").astype(np.float64)
+    costs = [
+        (hyper["num_output_tokens_weight"], out),
+        (hyper["num_input_tokens_weight"], case.np("total_tokens") - out),
+        (hyper["num_turns_weight"], case.np("turns")),
+    ]
+    shaped = advantages.length_penalty(case.np("rewards"), case.ids, costs)
+    return {"out_advantages": advantages.group_relative(shaped, case.ids, "none")}
+
+
+def multi_reward(case: Case) -> Results:
+    rewards, weights = case.np("rewards_per_func").astype(np.float64), case.np("reward_weights")
+    ids = [row // int(case.np("group_size")) for row in range(len(rewards))]
+    eps = case.hyper["adv_eps"]
+    total = advantages.weighted_sum(rewards, weights)
+    scored = total[~np.isnan(total)]
+    found: Results = {
+        f"out_sum_then_normalize_{scale}": advantages.group_relative(total, ids, scale, eps)
+        for scale in ("group", "batch", "none")
+    }
+    found["out_normalize_then_sum_group"] = advantages.normalise_then_sum(rewards, weights, ids, eps)
+    for n, column in enumerate(rewards.T):
+        found[f"metric_rewards.r{n}.mean"] = column[~np.isnan(column)].mean()
+        found[f"metric_rewards.r{n}.std"] = advantages.spread(column)
+    found["metric_reward"] = scored.mean()
+    found["metric_reward_std"] = advantages.spread(total)
+    found["metric_frac_reward_zero_std"] = np.isclose(advantages.group_spread(total, ids), 0).mean()
+    return found
+
+
+def gigpo(case: Case, over: steps.Over) -> Results:
+    hyper = case.hyper
+    groups, owners = case.np("uid").tolist(), case.np("traj_uid").tolist()
+    summed = returns.step_returns(case.np("step_rewards"), owners, case.np("step"), hyper["gamma"])
+    found: Results = {"out_step_returns": summed}
+    for name, scale in (("mean_norm", "none"), ("mean_std_norm", "group")):
+        options: Any = (scale, over, hyper["eps"])
+        episode = steps.episode_advantages(case.np("episode_rewards"), groups, owners, *options)
+        step = steps.step_advantages(summed, groups, case.np("anchor").tolist(), options[0], hyper["eps"])
+        total = episode + hyper["omega"] * step
+        found[f"out_episode_adv_{name}"] = episode
+        found[f"out_step_adv_{name}"] = step
+        found[f"out_advantages_{name}"] = total[:, None] * case.np("mask")
+    return found
+
+
+def similarity(case: Case) -> Results:
+    groups = case.np("uid").tolist()
+    alike = steps.clusters(case.np("anchor_text").tolist(), groups, case.hyper["similarity_thresh"])
+    credit = steps.step_advantages(case.np("step_returns"), groups, alike)
+    return {"out_cluster": np.array(alike), "out_step_adv_mean_norm": credit}
+
+
+def shaping_faults(stored: dict[str, Any]) -> list[str]:
+    """The entries of the shaping and filtering case, which is a json file, that we compute differently."""
+    found: list[str] = []
+    for n, entry in enumerate(stored["overlong"]):
+        for name, got in overlong(entry).items():
+            wrong = ~np.isclose(got, entry[name], rtol=1e-12, atol=1e-12)
+            found += [f"overlong {n} {name}[{row}]" for row in np.flatnonzero(wrong)]
+    for n, entry in enumerate(stored["dynamic_sampling"]):
+        found += [f"dynamic {n} {name}" for name, got in filters(entry["rewards"]).items() if got != entry[name]]
+    return found
+
+
+def overlong(entry: dict[str, Any]) -> dict[str, list[float]]:
+    limit = (entry["max_len"], entry["buffer_len"], entry["penalty_factor"])
+    rows = list(zip(entry["scores"], entry["lengths"], entry["truncated"], strict=True))
+    return {
+        "verl_dapo": [r + shaping.overlong_penalty(n, *limit) for r, n, _ in rows],
+        "openrlhf_overlong": [r + shaping.overlong_penalty(n, *limit, cap=limit[2]) for r, n, _ in rows],
+        "openrlhf_stop_properly_0_3": [shaping.truncated_reward(r, cut, 0.3) for r, _, cut in rows],
+        "openrlhf_stop_properly_neg": [shaping.truncated_reward(r, cut, -0.5) for r, _, cut in rows],
+    }
+
+
+def filters(rewards: list[float]) -> dict[str, bool]:
+    return {
+        "slime_keep": shaping.varied(rewards, 1e-6),
+        "verl_drop": len(rewards) > 1 and not shaping.varied(rewards),
+        "openrlhf_keep": shaping.mean_between(rewards),
+        "tinker_keep": shaping.varied(rewards),
+    }
+
+
+RUNNERS: dict[tuple[str, str], Callable[[Case], Results]] = {
+    ("advantages", "uniform"): uniform,
+    ("advantages", "ragged"): ragged,
+    ("advantages", "length_penalty_primerl"): length_penalty,
+    ("advantages", "multi_reward_trl"): multi_reward,
+    ("gigpo", "verl_agent"): lambda case: gigpo(case, "step"),
+    ("gigpo", "drmas"): lambda case: gigpo(case, "trajectory"),
+    ("gigpo", "similarity"): similarity,
+}
