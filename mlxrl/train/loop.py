@@ -38,8 +38,7 @@ class Step:
     groups: tuple[Group, ...]
 
     def __post_init__(self) -> None:
-        for name, value in describe(self.groups).items():
-            self.metrics.setdefault(name, value)
+        object.__setattr__(self, "metrics", {**describe(self.groups), **self.metrics})
 
     def __str__(self) -> str:
         rate = self.metrics.get("rollout/tokens_per_second")

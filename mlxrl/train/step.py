@@ -12,6 +12,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
+from mlxrl.algo import finish
 from mlxrl.policy.adapters import without_adapters
 from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs, training
@@ -36,6 +37,7 @@ def update(
     """
     batch = fill(policy, batch, algo.needs - {"old"})
     metrics, gradients = gradient(policy, batch, algo)
+    metrics = finish(metrics)
     norm = grad_norm(gradients) if gradients is not None else 0.0
     finite = math.isfinite(norm) and math.isfinite(metrics.get("policy/loss", 0.0))
     if gradients is not None and finite:
