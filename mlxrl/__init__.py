@@ -1,21 +1,28 @@
 """mlxrl: reinforcement-learning post-training of language models on MLX.
 
-The names below are the library; `examples/loop.py` is a training run written with them.
+The names below are the library; `examples/loop.py` is a training run written with them. Each is imported when it is
+first asked for, so that `mlxrl --help` loads no numpy and a machine without MLX's backend can be told so.
 """
 
-from mlxrl import algo, rewards
-from mlxrl.algo.recipes import dr_grpo, grpo, rloo
-from mlxrl.data import cycle, tasks
-from mlxrl.policy.adapters import LoRA, without_adapters
-from mlxrl.policy.load import Policy, load
-from mlxrl.policy.logprobs import logprobs
-from mlxrl.rewards import score
-from mlxrl.rollout.episodes import rollout
-from mlxrl.train.evaluate import compare, evaluate
-from mlxrl.train.loop import Step, train
-from mlxrl.train.pack import pack
-from mlxrl.train.step import update
-from mlxrl.types import Algorithm, Minibatch, Sampling, Task, Trajectory, Turn
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlxrl import algo, rewards
+    from mlxrl.algo.recipes import dr_grpo, grpo, rloo
+    from mlxrl.data import cycle, tasks
+    from mlxrl.policy.adapters import LoRA, without_adapters
+    from mlxrl.policy.load import Policy, load
+    from mlxrl.policy.logprobs import logprobs
+    from mlxrl.rewards import score
+    from mlxrl.rollout.episodes import rollout
+    from mlxrl.train.evaluate import compare, evaluate
+    from mlxrl.train.loop import Step, train
+    from mlxrl.train.pack import pack
+    from mlxrl.train.step import update
+    from mlxrl.types import Algorithm, Minibatch, Sampling, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
 
@@ -47,3 +54,45 @@ __all__ = [
     "update",
     "without_adapters",
 ]
+
+_HOMES = {
+    "mlxrl.algo.recipes": ("dr_grpo", "grpo", "rloo"),
+    "mlxrl.data": ("cycle", "tasks"),
+    "mlxrl.policy.adapters": ("LoRA", "without_adapters"),
+    "mlxrl.policy.load": ("Policy", "load"),
+    "mlxrl.policy.logprobs": ("logprobs",),
+    "mlxrl.rewards": ("score",),
+    "mlxrl.rollout.episodes": ("rollout",),
+    "mlxrl.train.evaluate": ("compare", "evaluate"),
+    "mlxrl.train.loop": ("Step", "train"),
+    "mlxrl.train.pack": ("pack",),
+    "mlxrl.train.step": ("update",),
+    "mlxrl.types": ("Algorithm", "Minibatch", "Sampling", "Task", "Trajectory", "Turn"),
+}
+
+
+class _Public:
+    """A name of the library. `train` and `rollout` are functions here although modules have the same names."""
+
+    def __init__(self, home: str, name: str) -> None:
+        self.home, self.name = home, name
+
+    def __get__(self, library: Any, kind: Any = None) -> Any:
+        return getattr(import_module(self.home), self.name)
+
+    def __set__(self, library: Any, value: Any) -> None:
+        if not isinstance(value, ModuleType):  # the import system enters every submodule under its name
+            raise AttributeError(f"mlxrl.{self.name} cannot be replaced")
+
+
+class _Library(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name in ("algo", "rewards"):
+            return import_module(f"mlxrl.{name}")
+        raise AttributeError(f"module 'mlxrl' has no attribute {name!r}")
+
+
+for _home, _names in _HOMES.items():
+    for _name in _names:
+        setattr(_Library, _name, _Public(_home, _name))
+sys.modules[__name__].__class__ = _Library

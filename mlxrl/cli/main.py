@@ -1,0 +1,103 @@
+"""The commands and their exit codes: 0 done, 1 an unexpected error, 2 a fault of the user's, 130 asked to stop.
+
+What loads MLX or a model is imported where it is used, so that help and faults answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+NO_BACKEND = (
+    'MLX has no backend here; pip install "mlxrl[cpu]", or "mlxrl[cuda12]" or "mlxrl[cuda13]" with an NVIDIA GPU'
+)
+EPILOG = """key=value sets a key of the config, as TOML:
+  mlxrl {name} --config run.toml optimizer.learning_rate=2e-5 run.folder="runs/second"
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose faults are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and exit with 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; `argv` is without the program's name."""
+    arguments = _arguments(argv)
+    try:
+        import mlx.core  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        return fault(f"{NO_BACKEND} ({error})")
+    try:
+        return _run(arguments)
+    except (ValueError, OSError) as error:
+        return fault(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def fault(error: object) -> int:
+    """Say in one line what the user has to put right; returns the exit code."""
+    from mlxrl.show.text import safe
+
+    print(f"mlxrl: {safe(' '.join(str(error).split()))}", file=sys.stderr)
+    return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from mlxrl import config
+
+    settings = config.read(arguments.config, arguments.overrides)
+    if arguments.command == "eval":
+        from mlxrl.cli import evaluation
+
+        return evaluation.command(settings, arguments.adapter)
+    from mlxrl.cli import training
+
+    name, line = Path(arguments.config).stem, [arguments.config, *arguments.overrides]
+    return training.command(settings, name, line, dry_run=arguments.dry_run)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
+    parser.add_argument("--version", action="store_true", help="print versions and exit")
+    commands = parser.add_subparsers(dest="command", metavar="train | eval", parser_class=Parser)
+    train = _command(commands, "train", "train adapters as a config says")
+    train.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
+    evaluate = _command(commands, "eval", "evaluate on a config's held-out rows")
+    evaluate.add_argument("--adapter", metavar="DIR", help="a saved adapter; without it the model as it is")
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.version:
+        parser.exit(0, _versions() + "\n")
+    if strange := next((word for word in rest if word.startswith("-")), None):
+        parser.error(f"unknown option {strange}")
+    if arguments.command is None:
+        parser.error("wanted a command, train or eval")
+    arguments.overrides += rest  # those that argparse leaves over when options stand between them
+    return arguments
+
+
+def _command(commands: Any, name: str, about: str) -> Parser:
+    command: Parser = commands.add_parser(
+        name,
+        help=about,
+        description=about,
+        epilog=EPILOG.format(name=name),
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
+    return command
+
+
+def _versions() -> str:
+    from mlxrl.runs.facts import versions
+
+    return ", ".join(f"{name} {version}" for name, version in versions().items())

@@ -1,0 +1,160 @@
+"""What a config's single values cannot tell: settings without effect, combinations that cannot learn, rewards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, Unpack, cast, get_args, get_origin, get_type_hints
+
+from mlxrl import rewards, types
+from mlxrl.algo.recipes import RECIPES
+from mlxrl.config.strict import ConfigError, Origin, convert
+from mlxrl.config.tables import Config, Evaluation
+from mlxrl.data import RESERVED, did_you_mean, read_tasks
+
+COMPUTED = frozenset({"old", "reference", "entropy"})
+"""What `mlxrl.train` computes for an algorithm that needs it."""
+
+TASKS_KEYWORDS = ("source", "prompt", "system", "limit")
+
+
+def check(config: Config, origin: Origin) -> None:
+    """Raise ConfigError for the first fault."""
+    _check_algorithm(config, origin)
+    _check_rollout(config, origin)
+    _check_optimizer(config, origin)
+    _check_evaluation(config, origin)
+    _check_rewards(config, origin, _columns(config, origin))
+
+
+class Recipe(types.Algorithm, Protocol):
+    """A built recipe; arguments: every one of its settings, those not given included."""
+
+    @property
+    def arguments(self) -> Mapping[str, Any]: ...
+
+
+def algorithm(config: Config) -> Recipe:
+    """The algorithm that a config names, built with its arguments; ValueError where they are wrong."""
+    arguments = {name: _frozen(value) for name, value in config.algorithm.arguments.items()}
+    return cast(Recipe, RECIPES[config.algorithm.name](**arguments))
+
+
+def reward_functions(config: Config) -> list[rewards.Function]:
+    """The reward functions that a config names."""
+    return [rewards.resolve(spec) for spec in config.reward.functions]
+
+
+def _check_algorithm(config: Config, origin: Origin) -> None:
+    name, arguments = config.algorithm.name, config.algorithm.arguments
+    if name not in RECIPES:
+        hint = did_you_mean(name, RECIPES) or f"; there are {', '.join(RECIPES)}"
+        raise origin.error("algorithm.name", f"unknown algorithm {name!r}{hint}")
+    hints = _hints(RECIPES[name])
+    for key in arguments.keys() & hints.keys():
+        convert(hints[key], arguments[key], origin, f"algorithm.{key}")
+    try:
+        built = algorithm(config)
+    except (ValueError, TypeError) as error:
+        raise origin.error("algorithm", _line(error), f"algorithm.{_first_named(arguments, str(error))}") from None
+    if missing := built.needs - COMPUTED:
+        raise origin.error("algorithm.name", f"{name} needs {', '.join(sorted(missing))}, which a config cannot give")
+    if config.rollout.group_size == 1 and not _learns_alone(built, config):
+        raise origin.error("rollout.group_size", f"1 cannot learn with {name}: its baseline needs at least 2 attempts")
+
+
+def _first_named(names: Iterable[str], message: str) -> str:
+    places = {found.start(): name for name in names if (found := re.search(rf"\b{name}\b", message))}
+    return places[min(places)] if places else ""
+
+
+def _hints(recipe: Callable[..., Any]) -> dict[str, Any]:
+    """The types of a recipe's arguments, those of `**arguments: Unpack[...]` included."""
+    hints: dict[str, Any] = {}
+    for name, hint in get_type_hints(recipe).items():
+        hints |= get_type_hints(get_args(hint)[0]) if get_origin(hint) is Unpack else {name: hint}
+    return hints
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _learns_alone(built: types.Algorithm, config: Config) -> bool:
+    """Whether groups of one attempt, with as many rewards as a step has tasks, give any advantage."""
+    turn = types.Turn((0,), (0,), (0.0,))
+    groups = [
+        (types.Trajectory(types.Task("?"), (turn,), reward=float(place)),)
+        for place in range(config.rollout.tasks_per_step)
+    ]
+    try:
+        found = built.advantages(groups)
+    except ValueError:
+        return False
+    return any(value for group in found for one in group for value in (one if isinstance(one, list) else [one]))
+
+
+def _check_rollout(config: Config, origin: Origin) -> None:
+    if config.rollout.top_k == 1:
+        raise origin.error("rollout.top_k", "1 makes a group's attempts all equal and nothing is learned; 0 is off")
+    if config.lora.keys is not None and not config.lora.keys:
+        raise origin.error("lora.keys", "wanted at least one name, got none; leave it out for every linear layer")
+
+
+def _check_optimizer(config: Config, origin: Origin) -> None:
+    optimizer = config.optimizer
+    if optimizer.warmup_steps >= config.steps:
+        raise origin.error(
+            "optimizer.warmup_steps", f"wanted less than the {config.steps} steps, got {optimizer.warmup_steps}"
+        )
+    if optimizer.weight_decay and optimizer.name == "adam":
+        raise origin.error("optimizer.weight_decay", "adam has none; wanted name = 'adamw', or weight_decay left out")
+    if optimizer.betas is not None:
+        if optimizer.name == "sgd":
+            raise origin.error("optimizer.betas", "sgd has none; leave it out")
+        if not all(0 <= beta < 1 for beta in optimizer.betas):
+            raise origin.error("optimizer.betas", f"wanted two of at least 0 and less than 1, got {optimizer.betas}")
+
+
+def _check_evaluation(config: Config, origin: Origin) -> None:
+    if config.data.evaluation is None:
+        for name in ("rows", "temperature", "success"):
+            if getattr(config.evaluation, name) != getattr(Evaluation(), name):
+                raise origin.error(f"evaluation.{name}", "has no effect without data.evaluation")
+        if config.run.evaluate_every:
+            raise origin.error("run.evaluate_every", "has no effect without data.evaluation")
+    elif config.data.evaluation == config.data.train:
+        raise origin.error("data.evaluation", "wanted rows that are not trained on, got the training data")
+
+
+def _columns(config: Config, origin: Origin) -> list[list[str]]:
+    """The columns of the first row of each data source that is on this machine."""
+    for name in config.data.columns:
+        if name in RESERVED or name in TASKS_KEYWORDS:
+            raise origin.error("data.columns", f"{name!r} is a name that is taken; rename the column to another one")
+    sources = [
+        source for source in (config.data.train, config.data.evaluation) if source and not source.startswith("hf:")
+    ]
+    data = config.data
+    try:
+        first = [read_tasks(source, data.prompt, data.columns, data.system, limit=1)[0] for source in sources]
+    except ValueError as error:
+        raise ConfigError(_line(error)) from None
+    return [list(task.columns) for task in first]
+
+
+def _check_rewards(config: Config, origin: Origin, columns: list[list[str]]) -> None:
+    specs = config.reward.functions
+    if twice := next((spec for spec in specs if specs.count(spec) > 1), None):
+        raise origin.error("reward.functions", f"{twice!r} stands there twice; use reward.weights")
+    try:
+        rewards.check_weights(len(specs), config.reward.weights)
+        for function in reward_functions(config):
+            for names in columns:
+                rewards.accept(function, names)
+    except ValueError as error:
+        raise origin.error("reward", _line(error).removeprefix("reward").lstrip(": ")) from None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,154 @@
+"""The tables of a config file, their keys, defaults and bounds.
+
+A key's default is what a run does without it; None stands for a key that is left out. Relative paths are looked for
+beside the config file first, then in the current directory; `run.folder` is relative to the current directory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
+
+from mlxrl.config.strict import Within
+
+Count: TypeAlias = Annotated[int, Within(1)]
+Natural: TypeAlias = Annotated[int, Within(0)]
+Positive: TypeAlias = Annotated[float, Within(0, above=True)]
+Share: TypeAlias = Annotated[float, Within(0, 1)]
+Text: TypeAlias = Annotated[str, Within(1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """id: Hugging Face id, mlx-lm folder or .gguf file. dtype: None keeps that of the files."""
+
+    id: Text
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters y = W x + scale * B A x. keys: layers by name; None for every linear layer of the blocks."""
+
+    rank: Count = 8
+    scale: Annotated[float, Within(0, above=True, why="at 0 the adapter has no effect")] = 2.0
+    dropout: Annotated[float, Within(0, math.nextafter(1, 0))] = 0.0
+    keys: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """train, evaluation: sources of `mlxrl.tasks`. columns: renames, `answer = "solution"`. See `tasks` for the rest.
+
+    thinking: the chat template's thinking switch; None leaves the template's default.
+    """
+
+    train: Text
+    evaluation: Text | None = None
+    prompt: Text = "prompt"
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    system: Text | None = None
+    thinking: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """functions: `module:function` or `file.py:function`. weights: one each; None for 1 each."""
+
+    functions: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A step asks tasks_per_step prompts group_size times each. max_tokens: of a completion. max_rows: rows that
+    decode together. Temperature comes first, then top_k, top_p and min_p; 0, 1 and 0 switch them off."""
+
+    tasks_per_step: Count = 4
+    group_size: Count = 8
+    max_tokens: Count = 256
+    temperature: Annotated[
+        float, Within(0, above=True, why="at 0 a group's attempts are all equal and nothing is learned")
+    ] = 1.0
+    top_p: Annotated[float, Within(0, 1, above=True)] = 1.0
+    top_k: Natural = 0
+    min_p: Share = 0.0
+    max_rows: Count = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """name: a recipe of `mlxrl.algo.recipes`. arguments: the table's other keys, which are the recipe's arguments."""
+
+    name: str = "grpo"
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """tokens_per_pass: tokens of one forward and backward pass, which bounds memory and changes nothing else.
+    updates_per_rollout: optimizer updates made of every rollout."""
+
+    tokens_per_pass: Count = 2048
+    updates_per_rollout: Count = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """The learning rate rises over warmup_steps and then follows the schedule to the last step.
+
+    betas: None for the optimizer's own. max_grad_norm: the gradient's norm is clipped to it; inf switches that off.
+    """
+
+    name: Literal["adamw", "adam", "sgd", "lion"] = "adamw"
+    learning_rate: Annotated[float, Within(0, above=True, why="at 0 nothing is learned")] = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Natural = 0
+    weight_decay: Annotated[float, Within(0)] = 0.0
+    betas: tuple[float, float] | None = None
+    max_grad_norm: Annotated[
+        float, Within(0, math.inf, above=True, why="at 0 nothing is learned; inf switches clipping off")
+    ] = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """rows: the first so many; None for all. success: the reward from which on a row counts as right."""
+
+    rows: Count | None = None
+    temperature: Annotated[float, Within(0)] = 0.0
+    success: Annotated[float, Within()] = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """folder: None for the first free one of runs/NAME, runs/NAME-2, ... with the config file's name.
+
+    checkpoint_every, evaluate_every, samples_every: steps between two of them, 0 for never. Evaluations before the
+    first and after the last step are made whenever there are data for them.
+    """
+
+    folder: Text | None = None
+    checkpoint_every: Natural = 50
+    evaluate_every: Natural = 0
+    samples_every: Natural = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A run. Together with `seed` it decides everything that is drawn."""
+
+    seed: Annotated[int, Within(0, 2**32 - 1)] = 0
+    steps: Count = 100
+    model: Model
+    lora: Lora = field(default_factory=Lora)
+    data: Data
+    reward: Reward
+    rollout: Rollout = field(default_factory=Rollout)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    train: Train = field(default_factory=Train)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    run: Run = field(default_factory=Run)

@@ -1,0 +1,55 @@
+"""A config as plain values and as TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import tomli_w
+
+from mlxrl.config.check import algorithm
+from mlxrl.config.tables import Config
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """Every setting as a run takes it: defaults filled in, the algorithm's included; what is left out is off.
+
+    `read` makes the same run of it again.
+    """
+    plain = _plain(config)
+    # TOML has no None. What is None comes from the recipe or from a convention, so the two names bring it back.
+    named = {"name": config.algorithm.name, "convention": config.algorithm.arguments.get("convention")}
+    arguments = {name: value for name, value in algorithm(config).arguments.items() if not _holds_none(value)}
+    plain["algorithm"] = _plain({**named, **arguments})
+    if config.data.evaluation is None:
+        del plain["evaluation"]
+    return plain
+
+
+def text(config: Config) -> str:
+    """`resolved` as TOML."""
+    return _short_lists(tomli_w.dumps(resolved(config)))
+
+
+def _holds_none(value: Any) -> bool:
+    return value is None or (isinstance(value, tuple | list) and any(map(_holds_none, value)))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items() if item is not None and item != {}}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _short_lists(toml: str) -> str:
+    """Put a list on one line where it fits; the writer gives every item a line of its own, and breaks no text."""
+    return re.sub(r"(?m)^(\S+ = )\[\n((?:    .*,\n)+)\]$", _joined, toml)
+
+
+def _joined(found: re.Match[str]) -> str:
+    items = ", ".join(line.strip().removesuffix(",") for line in found[2].splitlines())
+    line = f"{found[1]}[{items}]"
+    return line if len(line) <= 100 else found[0]

@@ -1,0 +1,130 @@
+"""The folder of a run: what is decided before it, what is added while it runs, and how it ended.
+
+config.toml, manifest.json and evaluation.json are replaced in one piece; metrics.jsonl, samples.jsonl and events.jsonl
+grow by whole lines. Reading a run needs nothing of this package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from mlxrl.atomic import write_text
+from mlxrl.rewards import best_and_worst
+from mlxrl.runs.lines import append_line, plain
+from mlxrl.types import Group, Trajectory
+
+State = Literal["configured", "running", "cancelled", "interrupted", "failed", "succeeded"]
+"""cancelled: ended at a step boundary when asked to. interrupted: stopped at once, or killed while running."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A run's folder, through which everything in it is written."""
+
+    path: Path
+
+    @property
+    def adapters(self) -> Path:
+        """Where the result goes; mlx-lm loads it."""
+        return self.path / "adapters"
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint after so many steps."""
+        return self.path / "checkpoints" / f"step-{step:06d}"
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest as it stands."""
+        return json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
+
+    def record(self, **facts: Any) -> None:
+        """Add facts to the manifest."""
+        path = self.path / "manifest.json"
+        known = self.manifest() if path.exists() else {}
+        write_text(path, json.dumps(plain({**known, **facts}), indent=2, default=str) + "\n")
+
+    def enter(self, state: State, **fields: Any) -> None:
+        """Change the run's state, in the manifest and as an event; the last ones get the time they ended at."""
+        ended = {} if state in ("configured", "running") else {"ended": _now()}
+        started = {"started": _now(), "pid": os.getpid()} if state == "running" else {}
+        self.record(state=state, **started, **ended)
+        self.event(state, **fields)
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Append to events.jsonl."""
+        append_line(self.path / "events.jsonl", {"time": _now(), "event": event, **fields})
+
+    def failure(self, error: BaseException) -> None:
+        """Enter the state "failed" and keep the traceback."""
+        lines = "".join(traceback.format_exception(error))
+        self.enter("failed", error=f"{type(error).__name__}: {error}", traceback=lines)
+
+    def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append a step to metrics.jsonl; `time` is in seconds since the epoch."""
+        append_line(self.path / "metrics.jsonl", {"step": step, "time": time.time(), **metrics})
+
+    def samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Append the best and the worst attempt of every group to samples.jsonl."""
+        for place, group in enumerate(groups):
+            for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False):
+                append_line(self.path / "samples.jsonl", {"step": step, "group": place, "kind": kind, **_sample(one)})
+
+    def evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        """Write evaluation.json: `before` and, once known, `after`, `difference` and `interval`."""
+        write_text(self.path / "evaluation.json", json.dumps(plain(evaluation), indent=2) + "\n")
+
+
+def create(path: str | Path, config: str) -> RunFolder:
+    """Make a run's folder, with the resolved config in it.
+
+    Raises:
+        ValueError: there is something in it already.
+    """
+    folder = RunFolder(Path(path))
+    refuse_taken(path)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    write_text(folder.path / "config.toml", config)
+    folder.enter("configured")
+    return folder
+
+
+def refuse_taken(path: str | Path) -> None:
+    """Raise ValueError unless a run may be written to `path`."""
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run.folder: {folder} is a file; wanted a folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        free = free_folder(folder)
+        raise ValueError(f'run.folder: {folder} is not empty; choose another one, such as run.folder="{free}"')
+
+
+def free_folder(path: str | Path) -> Path:
+    """`path`, or the first of `path`-2, `path`-3, ... that does not exist yet or is empty."""
+    path, number = Path(path), 1
+    free = path
+    while free.exists() and (not free.is_dir() or any(free.iterdir())):
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def _sample(one: Trajectory) -> dict[str, Any]:
+    return {
+        "prompt": one.task.prompt,
+        "completion": one.text,
+        "reward": one.reward,
+        "rewards": dict(one.rewards),
+        "stop": one.stop,
+        "length": one.length,
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,75 @@
+"""Numbers and untrusted texts as short pieces of a line."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from itertools import pairwise
+
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.-=+*%@"
+
+
+def safe(text: str) -> str:
+    """A model's text on one line that a terminal shows and does not obey.
+
+    Control and format characters (escape sequences, changes of writing direction), line ends and lone surrogates are
+    written as their escapes. Marks that only combine with a letter are kept.
+    """
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    if character == "\n":
+        return "\\n"
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp"):
+        return character.encode("unicode_escape").decode("ascii")
+    return character
+
+
+def shorten(text: str, width: int) -> str:
+    """A text of at most `width` characters, the middle left out where it is longer."""
+    if len(text) <= width:
+        return text
+    head = (width - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
+def sparkline(values: Sequence[float], width: int = 40, bars: str = BARS) -> str:
+    """At most `width` bars, from the lowest to the highest value; each is the mean of the values it stands for.
+
+    Values that are not finite are left out.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    count = min(width, len(finite))
+    cuts = [len(finite) * place // count for place in range(count + 1)] if count else []
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    if not means:
+        return ""
+    low, span = min(means), max(means) - min(means)
+    top = len(bars) - 1
+    return "".join(bars[round((mean - low) / span * top) if span else 0] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """ "42 s", "3:05" or "2:03:05"."""
+    if not math.isfinite(seconds):
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def number(value: float, form: str = ".3f") -> str:
+    """A number, "-" where there is none."""
+    return format(value, form) if math.isfinite(value) else "-"
+
+
+def size(count: float) -> str:
+    """Bytes as "1.24 GB" (10^9) or "12 MB" (10^6)."""
+    if not math.isfinite(count):
+        return "-"
+    return f"{count / 1e6:.0f} MB" if count < 1e8 else f"{count / 1e9:.2f} GB"

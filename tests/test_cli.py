@@ -1,0 +1,358 @@
+"""The commands, on the model in examples/."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxrl.cli import main
+from mlxrl.policy.adapters import LoRA
+from mlxrl.runs.lines import read_lines
+from mlxrl.train import loop
+from mlxrl.train.evaluate import Evaluation
+from mlxrl.types import Sampling
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "arithmetic"
+
+CONFIG = f"""
+steps = 2
+[model]
+id = "{EXAMPLE}"
+[data]
+train = "{EXAMPLE}/train.jsonl"
+evaluation = "{EXAMPLE}/test.jsonl"
+prompt = "question"
+[reward]
+functions = ["judge.py:judge"]
+[rollout]
+tasks_per_step = 2
+group_size = 4
+max_tokens = 12
+[optimizer]
+learning_rate = 1e-3
+[evaluation]
+rows = 8
+[run]
+folder = "out/run"
+checkpoint_every = 1
+samples_every = 2
+"""
+
+JUDGE = """
+import signal
+import mlxrl.rewards
+calls = 0
+
+def judge(completions, answer, **_):
+    global calls
+    calls += 1
+    if len(set(answer)) <= 2:  # a step of 2 tasks, not an evaluation of 8 rows
+        on_step()
+    return [float(len(text) % 3) for text in completions]
+
+def on_step():
+    {on_step}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(folder, *arguments, on_step="pass", config=CONFIG):
+    (folder / "run.toml").write_text(config)
+    (folder / "judge.py").write_text(JUDGE.format(on_step=on_step))
+    return main(["train", "--config", "run.toml", *arguments])
+
+
+def manifest(folder):
+    return json.loads((folder / "out/run/manifest.json").read_text())
+
+
+def test_a_run_leaves_its_folder(folder, capsys):
+    assert train(folder, "steps=4", "run.evaluate_every=2") == 0
+    run, out = folder / "out/run", capsys.readouterr().out
+    known = manifest(folder)
+    assert (known["state"], known["seed"]) == ("succeeded", 0)
+    assert known["command"] == ["mlxrl", "train", "--config", "run.toml", "steps=4", "run.evaluate_every=2"]
+    assert len(known["model"]["files"]["model.safetensors"]) == 64
+    assert [data["rows"] for data in known["data"]] == [len(read_lines(EXAMPLE / "train.jsonl")), 8]
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert {"reward/mean", "groups/silent", "policy/grad_norm"} <= read_lines(run / "metrics.jsonl")[0].keys()
+    samples = read_lines(run / "samples.jsonl")
+    assert len(samples) == 4 * 2 * 2
+    assert all(sample["prompt"].endswith("=?") and sample["length"] <= 12 for sample in samples)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert evaluation["before"].keys() == evaluation["after"].keys() == {"accuracy", "mean_reward", "n"}
+    gap = evaluation["after"]["mean_reward"] - evaluation["before"]["mean_reward"]
+    assert evaluation["difference"] == pytest.approx(gap)
+    assert evaluation["interval"][0] <= evaluation["difference"] <= evaluation["interval"][1]
+    whens = [event["when"] for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
+    assert whens == ["before training", "after step 2", "after training"]
+    assert tomllib.loads((run / "config.toml").read_text())["run"]["folder"] == "out/run"
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-00000{n}" for n in (1, 2, 3, 4)]
+    assert "2 prompts x 4 completions = 8 rows of at most 12 tokens" in out
+    assert "3 evaluations of 8 rows" in out
+    assert "95 % interval" in out
+    assert f"--adapter-path {Path('out/run/adapters')}" in out
+
+
+def test_eval_loads_the_adapter(folder, capsys):
+    judge = 'reward.functions=["mlxrl.rewards:last_number_matches"]'
+    assert train(folder, "steps=1", judge, "evaluation.rows=32") == 0
+    run = folder / "out/run"
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    weights = mx.load(str(run / "adapters/adapters.safetensors"))
+    mx.save_safetensors(
+        str(run / "adapters/adapters.safetensors"), {name: mx.ones_like(w) for name, w in weights.items()}
+    )
+    capsys.readouterr()
+    assert main(["eval", "--config", "out/run/config.toml"]) == 0
+    assert main(["eval", "--config", "run.toml", "--adapter", "out/run/adapters", judge, "evaluation.rows=32"]) == 0
+    plain, spoilt = capsys.readouterr().out.splitlines()
+    assert evaluation["before"]["accuracy"] > 0
+    assert plain == f"without adapter: accuracy {evaluation['before']['accuracy']:.4f}, " + (
+        f"mean reward {evaluation['before']['mean_reward']:.4f}, 32 rows"
+    )
+    assert spoilt == "out/run/adapters: accuracy 0.0000, mean reward 0.0000, 32 rows"
+
+
+def test_every_setting_arrives(folder, monkeypatch):
+    """Values unlike the defaults and unlike each other, seen where the library is called."""
+    seen = {}
+
+    def spy(name, result):
+        def called(*arguments, **keywords):
+            seen[name] = keywords | dict(enumerate(arguments))
+            return result
+
+        return called
+
+    scored = Evaluation(())
+    monkeypatch.setattr(Evaluation, "summary", lambda self, success: {"accuracy": success, "mean_reward": 0.0, "n": 8})
+    monkeypatch.setattr("mlxrl.cli.training.compare", lambda before, after: {"difference": 0.0, "interval": [0.0, 0.0]})
+    monkeypatch.setattr(import_module("mlxrl.train.evaluate"), "evaluate", spy("evaluate", scored))
+    monkeypatch.setattr(import_module("mlxrl.train.loop"), "train", spy("train", iter(())))
+    monkeypatch.setattr(import_module("mlxrl.train.optimizer"), "optimizer", spy("optimizer", None))
+    monkeypatch.setattr(import_module("mlxrl.rollout.render"), "render", spy("render", None))
+    settings = {
+        "seed": 5, "steps": 7, "model.dtype": '"float16"', "lora.rank": 3, "lora.scale": 1.5, "lora.dropout": 0.25,
+        "lora.keys": '["self_attn.q_proj"]', "data.thinking": "true", "reward.weights": "[0.5]",
+        "rollout.tasks_per_step": 3, "rollout.group_size": 6, "rollout.max_tokens": 9, "rollout.temperature": 0.75,
+        "rollout.top_p": 0.875, "rollout.top_k": 11, "rollout.min_p": 0.125, "rollout.max_rows": 13,
+        "train.tokens_per_pass": 99, "train.updates_per_rollout": 2, "optimizer.name": '"lion"',
+        "optimizer.learning_rate": 0.5, "optimizer.schedule": '"cosine"', "optimizer.warmup_steps": 4,
+        "optimizer.weight_decay": 0.0625, "optimizer.betas": "[0.5, 0.25]", "optimizer.max_grad_norm": 17,
+        "evaluation.temperature": 0.375, "evaluation.success": 0.6, "algorithm.kl": 0.03,
+    }  # fmt: skip
+    assert train(folder, *(f"{key}={value}" for key, value in settings.items())) == 0
+    sampling = Sampling(9, 0.75, 0.875, 11, 0.125)
+    policy, rows, algorithm = (seen["train"].pop(place) for place in range(3))
+    (function,) = seen["train"].pop("reward")
+    assert (policy.lora, len(rows), algorithm.arguments["kl"]) == (
+        LoRA(3, 1.5, 0.25, ("self_attn.q_proj",)),
+        len(read_lines(EXAMPLE / "train.jsonl")),
+        0.03,
+    )
+    assert {a.dtype for name, a in tree_flatten(policy.model.parameters()) if "lora" not in name} == {mx.float16}
+    assert seen["train"] == {
+        "steps": 7, "tasks_per_step": 3, "group_size": 6, "sampling": sampling, "optimizer": None, "seed": 5,
+        "weights": (0.5,), "max_rows": 13, "thinking": True, "tokens_per_pass": 99, "updates_per_rollout": 2,
+        "max_grad_norm": 17.0,
+    }  # fmt: skip
+    assert seen["optimizer"] == {
+        0: "lion", 1: 0.5, "schedule_name": "cosine", "warmup_steps": 8, "steps": 14, "weight_decay": 0.0625,
+        "betas": (0.5, 0.25),
+    }  # fmt: skip
+    assert (seen["evaluate"].pop(0), len(seen["evaluate"].pop(1)), seen["evaluate"].pop(2)) == (policy, 8, [function])
+    assert seen["evaluate"] == {
+        "sampling": Sampling(9, 0.375), "weights": (0.5,), "max_rows": 13, "thinking": True, "seed": 5,
+    }  # fmt: skip
+    assert seen["render"]["thinking"] is True
+    assert json.loads((folder / "out/run/evaluation.json").read_text())["after"]["accuracy"] == 0.6
+
+
+def test_a_folder_in_use_is_refused_before_anything_is_loaded(folder, capsys, monkeypatch):
+    (folder / "out/run").mkdir(parents=True)
+    (folder / "out/run/notes.txt").write_text("mine")
+    monkeypatch.setattr("mlxrl.cli.compose.policy", None)
+    assert train(folder) == 2
+    assert capsys.readouterr().err == (
+        'mlxrl: run.folder: out/run is not empty; choose another one, such as run.folder="out/run-2"\n'
+    )
+    assert [path.name for path in (folder / "out/run").iterdir()] == ["notes.txt"]
+
+
+def test_without_a_folder_the_first_free_one_is_taken(folder, capsys):
+    config = CONFIG.replace('folder = "out/run"\n', "")
+    for name in ("runs/run", "runs/run-2"):
+        assert train(folder, "--dry-run", config=config) == 0
+        assert f'folder = "{name}"' in capsys.readouterr().out
+        (folder / name).mkdir(parents=True)
+        (folder / name / "x").touch()
+
+
+def test_a_dry_run_loads_no_weights_writes_nothing_and_prints_toml(folder, capsys, monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(mx, "load", refuse)
+    assert train(folder, "rollout.group_size=3", "--dry-run", "lora.rank=4") == 0
+    out = capsys.readouterr().out
+    assert tomllib.loads(out)["rollout"]["group_size"] == 3
+    assert "# a step: 2 prompts x 3 completions = 6 rows of at most 12 tokens, 1 update" in out
+    assert "# a run: 2 steps, 2 evaluations of 8 rows, in out/run" in out
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    layers, wide = config["num_hidden_layers"], config["hidden_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    parameters = layers * 4 * (wide + queries)
+    assert f"# adapted: self_attn.q_proj (Linear {queries} x {wide}), {layers} times, {parameters:,} parameters" in out
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["judge.py", "run.toml"]
+
+
+def test_a_dry_run_knows_the_layers_that_do_not_exist(folder, capsys):
+    assert train(folder, "--dry-run", 'lora.keys=["self_attn.q_prj"]') == 2
+    assert "did you mean 'self_attn.q_proj'?" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_is_the_users_fault(folder, capsys):
+    (folder / "model").mkdir()
+    assert train(folder, "model.id=model") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert manifest(folder)["state"] == "failed"
+
+
+def test_a_step_larger_than_the_data_is_refused(folder, capsys):
+    rows = len(read_lines(EXAMPLE / "train.jsonl"))
+    assert train(folder, f"rollout.tasks_per_step={rows + 1}") == 2
+    assert f"tasks_per_step: wanted at most the {rows} rows" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+def test_a_reward_that_always_fails_ends_the_run_in_one_line(folder, capsys):
+    assert train(folder, on_step="if calls > 2: raise KeyError('gold')") == 2
+    assert capsys.readouterr().err == "mlxrl: reward 'judge' raised for each of 8 completions: KeyError: 'gold'\n"
+    assert manifest(folder)["state"] == "failed"
+    assert "Traceback" in read_lines(folder / "out/run/events.jsonl")[-1]["traceback"]
+    assert (folder / "out/run/adapters/adapters.safetensors").exists()
+
+
+def test_an_unexpected_error_keeps_its_traceback_and_the_adapter(folder, capsys, monkeypatch):
+    real, calls = loop.update, []
+
+    def update(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("[matmul] shapes")
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(loop, "update", update)
+    assert train(folder) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "[matmul] shapes" in err
+    last = read_lines(folder / "out/run/events.jsonl")[-1]
+    assert (last["event"], last["error"]) == ("failed", "ValueError: [matmul] shapes")
+    assert 'raise ValueError("[matmul] shapes")' in last["traceback"]
+    assert [line["step"] for line in read_lines(folder / "out/run/metrics.jsonl")] == [1]
+    assert (folder / "out/run/adapters/adapters.safetensors").read_bytes() == (
+        folder / "out/run/checkpoints/step-000001/adapters.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_run_after_the_step(folder, capfd, name):
+    assert train(folder, "steps=9", on_step=f"calls == 3 and signal.raise_signal(signal.{name})") == 130
+    assert manifest(folder)["state"] == "cancelled"
+    assert [line["step"] for line in read_lines(folder / "out/run/metrics.jsonl")] == [1, 2]
+    assert (folder / "out/run/adapters/adapters.safetensors").read_bytes() == (
+        folder / "out/run/checkpoints/step-000002/adapters.safetensors"
+    ).read_bytes()
+    assert json.loads((folder / "out/run/evaluation.json").read_text()).keys() == {"before"}
+    assert "once more to stop at once" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_signal_ends_it_at_once(folder):
+    twice = "[signal.raise_signal(signal.SIGINT) for _ in range(2) if calls == 3]"
+    assert train(folder, "steps=9", on_step=twice) == 130
+    assert manifest(folder)["state"] == "interrupted"
+    assert [line["step"] for line in read_lines(folder / "out/run/metrics.jsonl")] == [1]
+
+
+def test_ctrl_c_from_outside(folder):
+    (folder / "run.toml").write_text(CONFIG.replace("steps = 2", "steps = 100000"))
+    (folder / "judge.py").write_text(JUDGE.format(on_step="pass"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mlxrl", "train", "--config", "run.toml", "run.checkpoint_every=0"]
+    child = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    metrics, deadline = folder / "out/run/metrics.jsonl", time.monotonic() + 60
+    while len(read_lines(metrics)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert b"Traceback" not in err
+    assert b"the adapter so far is in out/run/adapters" in out
+    assert manifest(folder)["state"] == "cancelled"
+    assert (folder / "out/run/adapters/adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "mlxrl: wanted a command, train or eval; see mlxrl --help\n"),
+        (["train"], "mlxrl train: the following arguments are required: --config; see mlxrl train --help\n"),
+        (["train", "--config", "a.toml", "--dry"], "mlxrl: unknown option --dry; see mlxrl --help\n"),
+        (["trian"], "mlxrl: argument train | eval: invalid choice: 'trian' (choose from"),
+    ],
+)
+def test_a_command_line_that_is_none(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_overrides_may_stand_between_options(folder, capsys):
+    (folder / "run.toml").write_text(CONFIG)
+    (folder / "judge.py").write_text(JUDGE.format(on_step="pass"))
+    assert main(["train", "steps=5", "--config", "run.toml", "seed=3", "--dry-run", "lora.rank=2"]) == 0
+    resolved = tomllib.loads(capsys.readouterr().out)
+    assert (resolved["steps"], resolved["seed"], resolved["lora"]["rank"]) == (5, 3, 2)
+
+
+def test_eval_wants_rows(folder, capsys):
+    (folder / "judge.py").write_text(JUDGE.format(on_step="pass"))
+    config = CONFIG.replace(f'evaluation = "{EXAMPLE}/test.jsonl"\n', "").replace("[evaluation]\nrows = 8\n", "")
+    (folder / "run.toml").write_text(config)
+    assert main(["eval", "--config", "run.toml"]) == 2
+    assert "missing key 'evaluation'" in capsys.readouterr().err
+
+
+def test_eval_tells_a_fault_from_an_error(folder, capsys, monkeypatch):
+    (folder / "judge.py").write_text("def judge(completions):\n    return [1.0]\n")
+    (folder / "run.toml").write_text(CONFIG)
+    assert main(["eval", "--config", "run.toml"]) == 2
+    assert capsys.readouterr().err == "mlxrl: reward 'judge': wanted 8 numbers, one per completion, got 1\n"
+
+    def broken(*arguments, **keywords):
+        raise ValueError("[matmul] shapes")
+
+    monkeypatch.setattr(import_module("mlxrl.train.evaluate"), "rollout", broken)
+    with pytest.raises(RuntimeError, match="the evaluation failed"):
+        main(["eval", "--config", "run.toml"])

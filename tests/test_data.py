@@ -1,0 +1,126 @@
+"""Rows as tasks, and the order of a run."""
+
+import json
+import sys
+import types
+from itertools import islice
+
+import pytest
+
+from mlxrl.data import cycle, tasks
+from mlxrl.types import Task
+
+ROWS = [{"question": "1+1", "solution": "2", "level": 3}, {"question": "2+2", "solution": "4", "level": 5}]
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_row_becomes_a_task_with_renamed_and_passed_through_columns(tmp_path):
+    wanted = [Task("1+1", {"level": 3, "answer": "2"}), Task("2+2", {"level": 5, "answer": "4"})]
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    for source in (ROWS, jsonl(folder / "train.jsonl", ROWS), str(folder), tmp_path / "rows.json"):
+        assert tasks(source, prompt="question", answer="solution") == wanted
+
+
+def test_limit_does_not_read_on(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    path.write_text(path.read_text() + "broken")
+    assert [task.prompt for task in tasks(path, "question", limit=2)] == ["1+1", "2+2"]
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 3: wanted JSON, got 'broken'"):
+        tasks(path, "question")
+    with pytest.raises(ValueError, match="limit: wanted at least 1 row, got 0"):
+        tasks(path, "question", limit=0)
+
+
+def test_blank_lines_marks_and_line_separators_inside_texts_do_not_break_rows(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"prompt": "a\u2028b\x85c"}\n\n  \n{"prompt": "d"}'.encode())
+    assert [task.prompt for task in tasks(path)] == ["a\u2028b\x85c", "d"]
+
+
+def test_system_makes_messages_of_texts_and_stands_before_messages():
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    assert tasks([{"prompt": "Hi"}, {"prompt": [user]}], system="Be brief.") == [Task((system, user))] * 2
+    with pytest.raises(ValueError, match="system message of its own"):
+        tasks([{"prompt": [system, user]}], system="Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"promt": "x", "answer": 1}', "line 1: no column 'prompt', wanted as the prompt; there are: promt, answer; "
+         "did you mean 'promt'?"),
+        ("", "wanted at least one row, got none"),
+        ('{"prompt": "x"}\n[1]', r"line 2: wanted an object with a column 'prompt', got list \[1\]"),
+        ('{"prompt": "x"}\n{"prompt": " "}', "line 2: prompt: wanted a text, got an empty one"),
+        ('{"prompt": 3}', "line 1: prompt: wanted a text or a list of messages, got int 3"),
+        ('{"prompt": null}', r"line 1: prompt: wanted a text or a list of messages, got nothing \(null\)"),
+        ('{"prompt": []}', "line 1: prompt: wanted at least one message, got an empty list"),
+        ('{"prompt": [{"role": "user"}]}', "line 1: prompt: wanted messages with 'role' and 'content'"),
+        ('{"prompt": "x", "completions": 1}', "line 1: column 'completions' has the name of a keyword"),
+    ],
+)  # fmt: skip
+def test_a_fault_names_file_line_wanted_and_got(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        tasks(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.jsonl: no such file"):
+        tasks(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match=r"wanted a \.jsonl or \.json file"):
+        tasks(tmp_path / "rows.csv")
+    (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match="line 1: wanted UTF-8, got byte 0xff"):
+        tasks(tmp_path / "bad.jsonl")
+
+
+def test_hugging_face_names_are_taken_apart(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **keywords):
+        asked.append((*arguments, keywords["split"]))
+        return [{"question": "1+1", "answer": "2"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    for source in ("hf:openai/gsm8k", "hf:openai/gsm8k:main", "hf:openai/gsm8k:main:test", "hf:squad::test"):
+        assert tasks(source, "question") == [Task("1+1", {"answer": "2"})]
+    assert asked == [
+        ("openai/gsm8k", None, "train"),
+        ("openai/gsm8k", "main", "train"),
+        ("openai/gsm8k", "main", "test"),
+        ("squad", None, "test"),
+    ]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"hf:squad: needs the 'datasets' package; pip install datasets"):
+        tasks("hf:squad")
+
+
+def test_every_task_comes_once_an_epoch_in_an_order_of_its_own():
+    rows = [Task(str(number)) for number in range(7)]
+    stream = [task.prompt for batch in islice(cycle(rows, 3, seed=1), 14) for task in batch]  # 42 = 6 epochs of 7
+    epochs = [tuple(stream[start : start + 7]) for start in range(0, 42, 7)]
+    assert all(sorted(epoch) == list("0123456") for epoch in epochs)
+    assert len(set(epochs)) == 6
+
+
+def test_a_step_is_a_function_of_seed_and_step():
+    rows = [Task(str(number)) for number in range(7)]
+    whole = list(islice(cycle(rows, 3, seed=1), 9))
+    for start in range(9):
+        assert list(islice(cycle(rows, 3, seed=1, start=start), 9 - start)) == whole[start:]
+    assert list(islice(cycle(rows, 3, seed=2), 9)) != whole
+
+
+def test_a_batch_larger_than_the_data_is_refused_at_once():
+    with pytest.raises(ValueError, match="wanted between 1 and the 2 tasks there are, got 3"):
+        cycle([Task("a"), Task("b")], 3)
