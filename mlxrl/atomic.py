@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Generator[Path]:
     """Yield a temporary path beside `path`; on success it takes the place of `path`, on an error it is removed.
 
     The suffix is kept, because MLX chooses a file format by it.

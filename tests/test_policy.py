@@ -121,7 +121,9 @@ def test_routers_of_experts_are_left_alone():
 
 
 def test_a_key_that_matches_nothing_lists_the_names_that_exist():
-    with pytest.raises(ValueError, match=r"'self_attn.q_prjo' matches no layer; did you mean 'self_attn.q_proj'.*mlp.up_proj"):
+    with pytest.raises(
+        ValueError, match=r"'self_attn.q_prjo' matches no layer; did you mean 'self_attn.q_proj'.*mlp.up_proj"
+    ):
         policy(dense(), tokenizer(), lora=LoRA(keys=("self_attn.q_prjo",)))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -97,8 +97,10 @@ def _adaptable(module: nn.Module) -> list[str]:
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
-    """Draw every A anew, uniform within 1 / sqrt(inputs) as mlx-lm does, from a key of our own instead of the global one."""
-    places = [module for _, module in sorted(model.named_modules(), key=lambda item: item[0]) if _base(module) is not None]
+    """Draw every A anew, uniform within 1 / sqrt(inputs) as mlx-lm does, from a key of our own."""
+    places = [
+        module for _, module in sorted(model.named_modules(), key=lambda item: item[0]) if _base(module) is not None
+    ]
     for module, key in zip(places, mx.random.split(mx.random.key(seed), len(places)), strict=True):
         shape = module.lora_a.shape
         bound = (shape[-1] if len(shape) == 3 else shape[0]) ** -0.5
@@ -106,9 +108,14 @@ def _initialise(model: nn.Module, seed: int) -> None:
     mx.eval(model.trainable_parameters())
 
 
+def leaves(tree: Any) -> list[tuple[str, mx.array]]:
+    """The arrays of a tree with their names, as MLX flattens it."""
+    return cast(list[tuple[str, mx.array]], tree_flatten(tree))
+
+
 def assert_only_adapters(model: nn.Module) -> None:
     """Check that something is trainable, and nothing but adapters."""
-    names = [name for name, _ in tree_flatten(model.trainable_parameters())]
+    names = [name for name, _ in leaves(model.trainable_parameters())]
     assert names, "no adapter is trainable"
     strangers = [name for name in names if name.rsplit(".", 1)[-1] not in LEAVES]
     assert not strangers, f"trainable parameters outside the adapters: {strangers[:3]}"
@@ -121,7 +128,7 @@ def adapted(model: nn.Module) -> list[Adapted]:
         if (base := _base(module)) is None:
             continue
         key = name.split(".layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
-        size = sum(value.size for _, value in tree_flatten(module.trainable_parameters()))
+        size = sum(value.size for _, value in leaves(module.trainable_parameters()))
         lines.setdefault((key, type(base).__name__, tuple(base.weight.shape)), []).append(size)
     return [Adapted(*where, len(sizes), sum(sizes)) for where, sizes in sorted(lines.items())]
 
@@ -134,7 +141,7 @@ def _base(module: nn.Module) -> Any | None:
 
 
 @contextmanager
-def without_adapters(model: Any) -> Iterator[None]:
+def without_adapters(model: Any) -> Generator[None]:
     """Take every adapter off a model or policy for the span of a block: inside it, it is the base, bit for bit.
 
     All of mlx-lm's adapters are covered: LoRALinear, LoRASwitchLinear, LoRAEmbedding and DoRA. The layers are
@@ -177,7 +184,7 @@ def save(model: nn.Module, lora: LoRA, folder: str | Path, source: str) -> None:
     }
     write_text(folder / "adapter_config.json", json.dumps(config, indent=2) + "\n")
     with replacing(folder / "adapters.safetensors") as temporary:
-        mx.save_safetensors(str(temporary), dict(tree_flatten(model.trainable_parameters())))
+        mx.save_safetensors(str(temporary), dict(leaves(model.trainable_parameters())))
 
 
 def _adapted_keys(model: nn.Module) -> list[str]:
@@ -194,7 +201,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     if not path.is_file():
         raise ValueError(f"{folder}: no adapters.safetensors; wanted a folder that a run or mlx-lm has saved")
     weights: dict[str, mx.array] = mx.load(str(path))  # pyright: ignore
-    wanted = {name: value.shape for name, value in tree_flatten(model.trainable_parameters())}
+    wanted = {name: value.shape for name, value in leaves(model.trainable_parameters())}
     got = {name: value.shape for name, value in weights.items()}
     if wanted != got:
         odd = sorted(set(wanted.items()) ^ set(got.items()))[0]

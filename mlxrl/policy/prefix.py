@@ -27,9 +27,7 @@ def shared(model: nn.Module) -> bool:
     return True
 
 
-def hidden_states(
-    model: nn.Module, head: Head, prefix: mx.array, tokens: mx.array
-) -> tuple[mx.array | None, mx.array]:
+def hidden_states(model: nn.Module, head: Head, prefix: mx.array, tokens: mx.array) -> tuple[mx.array | None, mx.array]:
     """Hidden states of the prefix's last token, [D] (None where P is 0), and of the rows but their last token.
 
     prefix: [P]; tokens: [B, T]; returns rows of [B, T-1, D]: nothing is predicted from the last column.

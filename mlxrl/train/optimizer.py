@@ -44,20 +44,22 @@ def optimizer(
     warmup_steps: int = 0,
     steps: int = 1,
     weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float, float] | None = None,
 ) -> optim.Optimizer:
     """An optimizer of MLX. Adam's moments are bias-corrected, which MLX leaves out unless asked.
 
     Args:
         steps: optimizer steps of the whole run, where a schedule ends.
+        betas: of the moments; None for (0.9, 0.999), and (0.9, 0.99) for lion.
     """
+    moments = list(betas or ((0.9, 0.99) if name == "lion" else (0.9, 0.999)))
     rate = schedule(schedule_name, learning_rate, steps, warmup_steps)
     if name == "adamw":
-        return optim.AdamW(rate, betas=list(betas), weight_decay=weight_decay, bias_correction=True)
+        return optim.AdamW(rate, betas=moments, weight_decay=weight_decay, bias_correction=True)
     if name == "adam":
-        return optim.Adam(rate, betas=list(betas), bias_correction=True)
+        return optim.Adam(rate, betas=moments, bias_correction=True)
     if name == "sgd":
         return optim.SGD(rate, weight_decay=weight_decay)
     if name == "lion":
-        return optim.Lion(rate, betas=list(betas), weight_decay=weight_decay)
+        return optim.Lion(rate, betas=moments, weight_decay=weight_decay)
     raise ValueError(f"optimizer: name: wanted one of {', '.join(NAMES)}, got {name!r}")

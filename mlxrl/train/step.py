@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from mlxrl.algo import finish
-from mlxrl.policy.adapters import without_adapters
+from mlxrl.policy.adapters import leaves, without_adapters
 from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs, training
 from mlxrl.types import Algorithm, Metrics, Minibatch, Pack
@@ -115,5 +115,5 @@ def combined(metrics: Mapping[str, float], more: Mapping[str, Any]) -> Metrics:
 
 def grad_norm(gradients: Any) -> float:
     """The Euclidean norm over every leaf, NaN where one is not finite."""
-    squares = [mx.square(leaf.astype(mx.float32)).sum() for _, leaf in tree_flatten(gradients)]
-    return float(mx.sqrt(mx.stack(squares).sum()).item())
+    squares = [mx.square(leaf.astype(mx.float32)).sum() for _, leaf in leaves(gradients)]
+    return float(cast(float, mx.sqrt(mx.stack(squares).sum()).item()))
