@@ -33,6 +33,11 @@ class Turn:
     action: token ids sampled, the stop token included.
     logprobs: float32 log-prob of each action token, of softmax(logits / temperature).
     text: the action as text, special tokens left out. It is for rewards and people, never re-encoded.
+    forced: places in `action` of tokens that the model did not choose, as those that close a block of thinking
+        whose budget is spent: they are read like an observation, and are no part of the loss.
+    truncated: where filters were on, the probability they took away at each token: it was drawn with its log-prob
+        less log(1 - truncated), where no penalty or hook changed the rest.
+    candidates, candidate_logprobs: ids and log-probs of the likeliest tokens at each place, the likeliest first.
     """
 
     observation: tuple[int, ...]
@@ -41,6 +46,10 @@ class Turn:
     text: str = ""
     reward: float = 0.0
     state: Hashable | None = None
+    forced: tuple[int, ...] = ()
+    truncated: tuple[float, ...] | None = None
+    candidates: tuple[tuple[int, ...], ...] | None = None
+    candidate_logprobs: tuple[tuple[float, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,13 @@ class Sampling:
     """How tokens are drawn. Temperature comes first, the filters act on the tempered distribution.
 
     A temperature of 0 is greedy; its log-probs are those of temperature 1. top_p 1, top_k 0 and min_p 0 are off.
+
+    stop_strings: texts that end a row where they are complete, special tokens written out.
+    min_tokens: tokens before which no stop ends a row.
+    thinking_budget: tokens that may be thought; then the end of thinking is forced. None for no limit.
+    repetition_penalty, presence_penalty, frequency_penalty: mlx-lm's, on the logits before the temperature, for
+        tokens among the last `penalty_context`, the prompt's included; 1, 0 and 0 are off.
+    candidates: how many of the likeliest tokens are kept at each place, with their log-probs.
     """
 
     max_tokens: int = 256
@@ -55,6 +71,24 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+    thinking_budget: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_context: int = 20
+    candidates: int = 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def softmax_temperature(self) -> float:
@@ -66,8 +100,16 @@ class Sampling:
         _within("temperature", self.temperature, 0, None)
         _within("top_k", self.top_k, 0, None)
         _within("min_p", self.min_p, 0, 1)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _within("thinking_budget", self.thinking_budget or 0, 0, None)
+        _within("penalty_context", self.penalty_context, 1, None)
+        _within("candidates", self.candidates, 0, None)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling: top_p: wanted more than 0 and at most 1, got {self.top_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"sampling: repetition_penalty: wanted more than 0, got {self.repetition_penalty}")
+        if isinstance(self.stop_strings, str) or not all(self.stop_strings):
+            raise ValueError(f"sampling: stop_strings: wanted texts that are not empty, got {self.stop_strings!r}")
 
 
 def _within(name: str, value: float, low: float, high: float | None) -> None:
@@ -112,6 +154,7 @@ class Minibatch:
 
     prefix: [P] int32; tokens: [B, T] int32; mask: [B, T] float32, 1 where a token was sampled by the model;
     advantage, old, reference, rollout, teacher: [B, T] float32, None where nothing needs them.
+    candidates: [B, T, K] int32 ids a teacher is compared at; teacher_candidates: [B, T, K] its log-probs of them.
     """
 
     prefix: mx.array
@@ -123,6 +166,8 @@ class Minibatch:
     reference: mx.array | None = None
     teacher: mx.array | None = None
     temperature: float = 1.0
+    candidates: mx.array | None = None
+    teacher_candidates: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +201,22 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """What a policy pass returns: chosen [B, T] log-prob of each token; entropy [B, T] where it was asked for."""
+    """What a policy pass returns: chosen [B, T] log-prob of each token; entropy [B, T] where it was asked for.
+
+    candidates: [B, T, K] log-probs of the minibatch's candidate ids, where it has them.
+    """
 
     chosen: mx.array
     entropy: mx.array | None = None
+    candidates: mx.array | None = None
 
 
 @runtime_checkable
 class Algorithm(Protocol):
     """Credit assignment plus a loss, both pure.
 
-    `needs` names what must be computed before the loss: "old" and "reference" log-probs, "teacher", "entropy".
+    `needs` names what must be computed before the loss: "old" and "reference" log-probs, "teacher", "entropy",
+    "candidates".
     """
 
     @property
