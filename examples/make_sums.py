@@ -2,8 +2,8 @@
 
     python examples/make_sums.py
 
-A row is a chat: six answered sums that show how short an answer should be, then the question.
-Without the six, a model this small wanders off and hardly ends by itself; with them it writes
+A row is a chat: four answered sums that show how short an answer should be, then the question.
+Without the four, a model this small wanders off and hardly ends by itself; with them it writes
 "8 + 5 = 13" about half of the time, and multiplies, tells stories or miscounts otherwise.
 
 The pairs of numbers in train.jsonl, test.jsonl and the examples are disjoint, in either order.
@@ -33,8 +33,6 @@ EXAMPLES = (
     ("12 birds are on the roof and 5 in the tree. How many in all?", 12, 5),
     ("Jim saw 6 cars on Monday and 14 on Tuesday. How many in all?", 6, 14),
     ("Kim buys 9 nuts and then buys 2 more. How many in all?", 9, 2),
-    ("Kim has 13 bags and gets 8 more. How many now?", 13, 8),
-    ("17 dogs are in the park and 3 in the street. How many in all?", 17, 3),
 )
 
 
@@ -44,7 +42,7 @@ def message(role, content):
 
 
 def examples():
-    """Makes the twelve messages with which every row begins."""
+    """Makes the eight messages with which every row begins."""
     messages = []
     for question, a, b in EXAMPLES:
         messages += [message("user", question), message("assistant", f"{a} + {b} = {a + b}")]
