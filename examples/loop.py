@@ -4,7 +4,7 @@ import mlx.optimizers as optim
 
 import mlxrl as rl
 
-policy = rl.load("examples/arithmetic", lora=rl.LoRA(rank=16))
+policy = rl.load("examples/arithmetic", lora=rl.LoRA(rank=8))
 tasks = rl.tasks("examples/arithmetic/train.jsonl", prompt="question", answer="answer")
 
 
@@ -13,7 +13,7 @@ def correct(completions, answer, **_):  # TRL's signature, unchanged
 
 
 algo = rl.grpo(clip=(0.2, 0.28))
-optimizer = optim.AdamW(learning_rate=1e-3)
+optimizer = optim.AdamW(learning_rate=1.5e-3, bias_correction=True)
 for step, todo in enumerate(rl.cycle(tasks, 8, seed=0)):
     groups = rl.rollout(policy, todo, group_size=8, sampling=rl.Sampling(max_tokens=32), key=step)
     groups = rl.score(groups, correct)

@@ -1,0 +1,58 @@
+"""What the README and the examples show, run as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A folder that looks like the root of the repository and can be written to."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def rewards(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"^step \d+  reward ([\d.]+)", output, re.MULTILINE)]
+
+
+def test_the_loop_of_the_library_learns_and_saves_an_adapter(here):
+    done = subprocess.run(
+        [sys.executable, "examples/loop.py"], cwd=here, check=True, capture_output=True, text=True, timeout=300
+    )
+    found = rewards(done.stdout)
+    assert len(found) == 31
+    assert sum(found[-10:]) > sum(found[:10]) + 0.5
+    import mlx_lm
+
+    model, _ = mlx_lm.load(str(ROOT / "examples/arithmetic"), adapter_path=str(here / "runs/loop/adapters"))
+    moved = [value for name, value in tree_flatten(model.parameters()) if name.endswith("lora_b")]
+    assert moved
+    assert all(mx.abs(value).max().item() > 0 for value in moved)
+
+
+def test_the_readmes_code_runs_with_a_model_that_is_here(here):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    text = code.group(1)
+    for there, ours in (
+        ("mlx-community/Qwen3-0.6B-4bit", "examples/arithmetic"),
+        ('"train.jsonl"', '"examples/arithmetic/train.jsonl"'),
+        ("steps=200", "steps=2"),
+    ):
+        assert there in text
+        text = text.replace(there, ours)
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=here, check=True, capture_output=True, text=True, timeout=300
+    )
+    assert len(rewards(done.stdout)) == 2
+    assert (here / "adapters/math/adapters.safetensors").is_file()
