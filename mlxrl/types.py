@@ -6,7 +6,7 @@ Entry [b, t] of every [B, T] array is about `tokens[b, t]`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -50,6 +50,11 @@ class Turn:
     truncated: tuple[float, ...] | None = None
     candidates: tuple[tuple[int, ...], ...] | None = None
     candidate_logprobs: tuple[tuple[float, ...], ...] | None = None
+
+    @property
+    def chosen(self) -> int:
+        """Tokens that the model chose itself: those that are credited and in the loss."""
+        return len(self.action) - len(self.forced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,9 @@ class Sampling:
         _within("candidates", self.candidates, 0, None)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling: top_p: wanted more than 0 and at most 1, got {self.top_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) < float("inf"):
+                raise ValueError(f"sampling: {name}: wanted a finite number, got {getattr(self, name)}")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"sampling: repetition_penalty: wanted more than 0, got {self.repetition_penalty}")
         if isinstance(self.stop_strings, str) or not all(self.stop_strings):
@@ -120,7 +128,10 @@ def _within(name: str, value: float, low: float, high: float | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One attempt at a task. `reward` is NaN until it is scored, and where every reward function failed."""
+    """One attempt at a task. `reward` is NaN until it is scored, and where every reward function failed.
+
+    rewards, weights: the parts of the reward by the name of their function, and what each counts in the sum.
+    """
 
     task: Task
     turns: tuple[Turn, ...]
@@ -128,6 +139,7 @@ class Trajectory:
     stop: Stop = "eos"
     sampling: Sampling = Sampling()
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -136,8 +148,13 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        """Tokens the model sampled, over all turns."""
+        """Tokens of the completion, over all turns, forced ones included: what the sampling limit counts."""
         return sum(len(turn.action) for turn in self.turns)
+
+    @property
+    def chosen(self) -> int:
+        """Tokens that the model chose itself, over all turns: what the denominators of a loss count."""
+        return sum(turn.chosen for turn in self.turns)
 
     @property
     def text(self) -> str:
@@ -152,9 +169,12 @@ Group: TypeAlias = tuple[Trajectory, ...]
 class Minibatch:
     """One forward pass: a shared prefix of P tokens (P may be 0) and B right-padded continuations.
 
-    prefix: [P] int32; tokens: [B, T] int32; mask: [B, T] float32, 1 where a token was sampled by the model;
+    prefix: [P] int32; tokens: [B, T] int32; mask: [B, T] float32, 1 where the model chose the token itself;
     advantage, old, reference, rollout, teacher: [B, T] float32, None where nothing needs them.
-    candidates: [B, T, K] int32 ids a teacher is compared at; teacher_candidates: [B, T, K] its log-probs of them.
+    candidates: [B, T, K] int32 ids a teacher is compared at; teacher_candidates, old_candidates: [B, T, K] log-probs
+    of them, the teacher's and those of the weights that sampled. teacher_hidden: [B, T, D] hidden states that the
+    teacher predicts each token from, for a comparison over the whole vocabulary.
+    rows: B numbers, of the trajectory that a row is of, counted over the groups of the step.
     """
 
     prefix: mx.array
@@ -168,13 +188,16 @@ class Minibatch:
     temperature: float = 1.0
     candidates: mx.array | None = None
     teacher_candidates: mx.array | None = None
+    old_candidates: mx.array | None = None
+    teacher_hidden: mx.array | None = None
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
     """Counts of a whole optimizer step, made before a row is dropped or the batch is split.
 
-    tokens: sampled tokens; rows: trajectories; groups: tasks; max_tokens: the sampling limit of a completion;
+    tokens: those the model chose; rows: trajectories; groups: tasks; max_tokens: the sampling limit of a completion;
     silent: rows without signal, counted above and not computed.
     """
 
@@ -187,10 +210,11 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The minibatches of one optimizer step and the denominators they share."""
+    """The minibatches of one optimizer step, the denominators they share, and the groups that they are made of."""
 
     minibatches: tuple[Minibatch, ...]
     totals: Totals
+    groups: tuple[Group, ...] = ()
 
     def __iter__(self) -> Iterator[Minibatch]:
         return iter(self.minibatches)
@@ -204,19 +228,35 @@ class Logprobs:
     """What a policy pass returns: chosen [B, T] log-prob of each token; entropy [B, T] where it was asked for.
 
     candidates: [B, T, K] log-probs of the minibatch's candidate ids, where it has them.
+    divergence: [B, T] from the teacher over the whole vocabulary, where that is compared.
     """
 
     chosen: mx.array
     entropy: mx.array | None = None
     candidates: mx.array | None = None
+    divergence: mx.array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Where an algorithm compares more of a distribution with a teacher's than the token that was sampled.
+
+    support: the K likeliest tokens of the "teacher", those of the "student" as they were kept while it sampled
+    (`Turn.candidates`), or the whole "vocabulary".
+    divergence: of the whole vocabulary: log-probs of student and teacher, [..., V] each, to [...].
+    """
+
+    support: Literal["teacher", "student", "vocabulary"]
+    k: int = 0
+    divergence: Callable[[mx.array, mx.array], mx.array] | None = None
 
 
 @runtime_checkable
 class Algorithm(Protocol):
     """Credit assignment plus a loss, both pure.
 
-    `needs` names what must be computed before the loss: "old" and "reference" log-probs, "teacher", "entropy",
-    "candidates".
+    `needs` names what must be there before the loss: "old" and "reference" log-probs, "teacher", "entropy", and
+    the "candidates" that were kept while sampling. One that compares distributions has a `comparison` besides.
     """
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxrl.policy.gated_delta import chunked
+from mlxrl.policy.head import score
 from mlxrl.policy.prefix import hidden_states
 from mlxrl.types import Logprobs, Minibatch
 
@@ -17,28 +19,48 @@ if TYPE_CHECKING:
     from mlxrl.policy.load import Policy
 
 
-def logprobs(policy: Policy, batch: Minibatch, *, entropy: bool = False) -> Logprobs:
+def logprobs(
+    policy: Policy,
+    batch: Minibatch,
+    *,
+    entropy: bool = False,
+    candidates: mx.array | None = None,
+    compare: Callable[[mx.array], mx.array] | None = None,
+    gradient: bool = True,
+) -> Logprobs:
     """Log-prob of every sampled token of a minibatch, at the temperature it was sampled at.
 
     chosen[b, t] = log softmax(logits / temperature)[tokens[b, t]]   where mask[b, t] = 1, else 0
 
-    Logits are made of the hidden states that predict a sampled token, and of no others.
+    Logits are made of the hidden states that predict a sampled token, and of no others, and by chunks.
 
+    Args:
+        candidates: [B, T, K] ids to score instead of the tokens.
+        compare: from the hidden states [N, D] that predict the N sampled tokens, row by row, to a divergence [N].
+        gradient: whether a backward pass will follow; a wrong answer costs time and nothing else.
     Returns:
-        Logprobs of [B, T] float32 arrays, nats; `entropy` is None unless it is asked for.
+        Logprobs of [B, T] float32 arrays, nats; `chosen` is [B, T, K] where candidates are given, `entropy` is None
+        unless it is asked for.
     """
+    hidden, inverse = predicting(policy, batch)
+    sampled = mx.array(np.flatnonzero(np.array(batch.mask)))
+    ids = (batch.tokens if candidates is None else candidates).reshape(batch.tokens.size, -1)[sampled]
+    chosen, spread = score(policy.head, hidden, ids, temperature=batch.temperature, entropy=entropy, gradient=gradient)
+    if candidates is None:
+        chosen = chosen[:, 0]
+    return Logprobs(
+        scattered(chosen, inverse),
+        None if spread is None else scattered(spread, inverse),
+        divergence=None if compare is None else scattered(compare(hidden), inverse),
+    )
+
+
+def predicting(policy: Policy, batch: Minibatch) -> tuple[mx.array, mx.array]:
+    """Hidden states [N, D] that predict the N sampled tokens, row by row, and [B, T] the number of each among them."""
     last, rows = hidden_states(policy.model, policy.head, batch.prefix, batch.tokens)
     index, inverse = _positions(np.array(batch.mask) > 0)
     first = mx.zeros((1, rows.shape[-1]), rows.dtype) if last is None else last[None]
-    hidden = mx.concatenate([first, rows.reshape(-1, rows.shape[-1])])[index]
-    logits = policy.head.project(hidden).astype(mx.float32)
-    if batch.temperature != 1.0:
-        logits = logits / batch.temperature
-    tokens = batch.tokens.reshape(-1)[mx.array(np.flatnonzero(np.array(batch.mask)))]
-    normaliser = mx.logsumexp(logits, axis=-1)
-    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - normaliser
-    spread = _entropy(logits, normaliser) if entropy else None
-    return Logprobs(_scatter(chosen, inverse), None if spread is None else _scatter(spread, inverse))
+    return mx.concatenate([first, rows.reshape(-1, rows.shape[-1])])[index], inverse
 
 
 def _positions(mask: np.ndarray) -> tuple[mx.array, mx.array]:
@@ -54,20 +76,17 @@ def _positions(mask: np.ndarray) -> tuple[mx.array, mx.array]:
     return mx.array(index), mx.array(inverse)
 
 
-def _scatter(values: mx.array, inverse: mx.array) -> mx.array:
-    return mx.concatenate([values, mx.zeros((1,), values.dtype)])[inverse]
-
-
-def _entropy(logits: mx.array, normaliser: mx.array) -> mx.array:
-    """H = logsumexp(z) - sum_v p_v z_v, [N]."""
-    return normaliser - (mx.softmax(logits, axis=-1) * logits).sum(axis=-1)
+def scattered(values: mx.array, inverse: mx.array) -> mx.array:
+    """Values [N, ...] of the sampled tokens in their places, [B, T, ...], 0 elsewhere."""
+    return mx.concatenate([values, mx.zeros((1, *values.shape[1:]), values.dtype)])[inverse]
 
 
 @contextmanager
-def training(model: nn.Module, *, dropout: bool = False) -> Iterator[None]:
+def training(model: nn.Module, *, dropout: bool = False) -> Generator[None]:
     """Put a model in training mode for a pass, its dropout layers only where asked for; then back to evaluation.
 
-    Kernels without a gradient, and router indices that must be constants, are chosen by this mode.
+    Kernels without a gradient, and router indices that must be constants, are chosen by this mode; linear
+    attention goes by chunks.
     """
     model.train()
     try:
@@ -75,6 +94,7 @@ def training(model: nn.Module, *, dropout: bool = False) -> Iterator[None]:
             for module in model.modules():
                 if isinstance(module, nn.Dropout):
                     module.eval()
-        yield
+        with chunked():
+            yield
     finally:
         model.eval()

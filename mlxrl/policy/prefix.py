@@ -7,10 +7,14 @@ fused backward, so rows are padded on the right, where causality hides the paddi
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlxrl.policy.head import Head
 
@@ -27,6 +31,14 @@ def shared(model: nn.Module) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A prefix that was run: last [D], the hidden state of its last token, and its caches, one a layer."""
+
+    last: mx.array
+    caches: list[Any]
+
+
 def hidden_states(model: nn.Module, head: Head, prefix: mx.array, tokens: mx.array) -> tuple[mx.array | None, mx.array]:
     """Hidden states of the prefix's last token, [D] (None where P is 0), and of the rows but their last token.
 
@@ -35,11 +47,60 @@ def hidden_states(model: nn.Module, head: Head, prefix: mx.array, tokens: mx.arr
     rows, read = tokens.shape[0], tokens[:, :-1]
     if prefix.size == 0:
         return None, head.trunk(read)
-    caches = prefix_caches(model)
-    last = head.trunk(prefix[None], caches)[0, -1]
+    run = _carried(model, head, prefix)
     if read.shape[1] == 0:
-        return last, mx.zeros((rows, 0, last.shape[-1]), last.dtype)
-    return last, head.trunk(read, [fork(cache, rows) for cache in caches])
+        return run.last, mx.zeros((rows, 0, run.last.shape[-1]), run.last.dtype)
+    return run.last, head.trunk(read, [fork(cache, rows) for cache in run.caches])
+
+
+def run_prefix(model: nn.Module, head: Head, prefix: mx.array) -> Prefix:
+    """Run a prefix [P] at batch 1."""
+    caches = prefix_caches(model)
+    return Prefix(head.trunk(prefix[None], caches)[0, -1], caches)
+
+
+@contextmanager
+def carrying(model: nn.Module, prefix: mx.array, run: Prefix) -> Generator[None]:
+    """Let a model's passes in a block that begin with these ids begin from a run of them that is there already."""
+    with _scope({"key": _key(model, prefix), "run": run}):
+        yield
+
+
+@contextmanager
+def kept_prefix() -> Generator[None]:
+    """Let the passes of a block, all without gradient and at the same weights, run a prefix that repeats once.
+
+    Only the last one is kept, so passes that share a prefix have to follow each other.
+    """
+    with _scope({}):
+        yield
+
+
+_scopes: list[dict[str, Any]] = []  # a scope and not an argument, as a comparison or a teacher lies in between
+
+
+@contextmanager
+def _scope(scope: dict[str, Any]) -> Generator[None]:
+    _scopes.append(scope)
+    try:
+        yield
+    finally:
+        _scopes.pop()
+
+
+def _key(model: nn.Module, prefix: mx.array) -> tuple[int, bytes]:
+    return id(model), np.array(prefix).tobytes()
+
+
+def _carried(model: nn.Module, head: Head, prefix: mx.array) -> Prefix:
+    if not _scopes:
+        return run_prefix(model, head, prefix)
+    scope, key = _scopes[-1], _key(model, prefix)
+    if scope.get("key") != key:
+        run = run_prefix(model, head, prefix)
+        mx.eval(run.last, [cache.state for cache in run.caches])  # its activations end here, not with the rows
+        scope.update(key=key, run=run)
+    return scope["run"]
 
 
 def prefix_caches(model: nn.Module) -> list[Any]:

@@ -5,24 +5,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
+from mlxrl.algo.probe import candidates_kept, uses_rewards
 from mlxrl.data import cycle
 from mlxrl.policy.load import Policy
 from mlxrl.rewards import score
 from mlxrl.rollout.episodes import rollout
-from mlxrl.rollout.sampling import key_of
+from mlxrl.train.draw import Drawn, draw, draw_key, further_tasks
 from mlxrl.train.optimizer import optimizer as make_optimizer
 from mlxrl.train.pack import pack
-from mlxrl.train.step import combined, fill, update
-from mlxrl.types import Algorithm, Group, Metrics, Sampling, Task
+from mlxrl.train.parts import parts
+from mlxrl.train.step import averaged, fill, update
+from mlxrl.train.teacher import Teacher, teacher_of
+from mlxrl.types import Algorithm, Group, Metrics, Pack, Sampling, Task
 
 SKIPS = 3
+Shape = Callable[[Sequence[Group]], Sequence[Group]]
 
 
 class Diverged(ValueError):
@@ -53,7 +58,7 @@ class Step:
 
 
 def describe(groups: Sequence[Group]) -> Metrics:
-    """Reward, length and signal of scored groups; `silent` groups are those whose rewards are all equal."""
+    """Reward, length and signal of groups; `silent` groups are those whose rewards are all equal."""
     trajectories = [trajectory for group in groups for trajectory in group]
     rewards = np.array([trajectory.reward for trajectory in trajectories])
     scored = rewards[np.isfinite(rewards)]
@@ -61,7 +66,7 @@ def describe(groups: Sequence[Group]) -> Metrics:
     return {
         "reward/mean": float(scored.mean()) if scored.size else math.nan,
         "reward/std": float(scored.std()) if scored.size else math.nan,
-        "reward/failed": float(rewards.size - scored.size),
+        "reward/failed": float(sum(bool(t.rewards) and not math.isfinite(t.reward) for t in trajectories)),
         "groups/total": float(len(groups)),
         "groups/silent": float(sum(_silent(group) for group in groups)),
         "length/mean": float(np.mean(lengths)) if lengths else 0.0,
@@ -71,8 +76,10 @@ def describe(groups: Sequence[Group]) -> Metrics:
 
 
 def _silent(group: Group) -> bool:
+    """Whether a group that has been scored has no two different rewards."""
     rewards = [trajectory.reward for trajectory in group if math.isfinite(trajectory.reward)]
-    return not rewards or min(rewards) == max(rewards)
+    scored = bool(rewards) or any(trajectory.rewards for trajectory in group)
+    return scored and (not rewards or min(rewards) == max(rewards))
 
 
 def train(
@@ -80,7 +87,7 @@ def train(
     tasks: Sequence[Task],
     algo: Algorithm,
     *,
-    reward: Callable[..., Any] | Sequence[Callable[..., Any]],
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     steps: int,
     tasks_per_step: int = 4,
     group_size: int = 8,
@@ -88,47 +95,107 @@ def train(
     optimizer: optim.Optimizer | None = None,
     seed: int = 0,
     weights: Sequence[float] | None = None,
+    shape: Shape | None = None,
+    max_draws: int = 1,
+    teacher: Policy | Teacher | Literal["base"] | None = None,
+    hint: str | None = None,
     max_rows: int = 32,
     thinking: bool | None = None,
     tokens_per_pass: int | None = None,
     updates_per_rollout: int = 1,
+    minibatches: int = 1,
     max_grad_norm: float = 1.0,
     start: int = 0,
 ) -> Iterator[Step]:
     """Train from step `start` to `steps`. Everything random is a function of (seed, step), so a run can be resumed.
 
     Args:
-        reward: a function of TRL's shape or several, summed with `weights`.
+        reward: a function of TRL's shape or several, summed with `weights`; None where a teacher alone teaches.
         optimizer: AdamW at a constant 1e-5 where none is given.
-        updates_per_rollout: optimizer steps on each batch; old log-probs are computed once, before the first,
-            and not at all where there is only one.
+        shape: what is made of the scored groups before they are credited, as `algo.shaping.shape_overlong`.
+        max_draws: how often a step may draw tasks. With more than one, groups whose rewards are all equal are left
+            out and further tasks are asked in their place; see `draw.draw`.
+        teacher, hint: see `update`.
+        updates_per_rollout, minibatches: how often a step goes through its groups, and in how many optimizer steps each
+            time, for which they are dealt anew. Old log-probs are computed once, before the first, and not at all
+            where there is only one.
     Raises:
         Diverged: three updates in a row were not finite.
     """
     optimizer = optimizer or make_optimizer(learning_rate=1e-5)
-    functions = [reward] if callable(reward) else list(reward)
+    functions = [] if reward is None else [reward] if callable(reward) else list(reward)
+    _refuse(algo, functions, shape, max_draws)
+    judge = teacher_of(policy, algo, teacher, hint, thinking)
+    asking = Asking(policy, group_size, _keeping(sampling, algo), max_rows, thinking, functions, weights)
     skips = 0
     for index, todo in zip(range(start, steps), cycle(tasks, tasks_per_step, seed=seed, start=start), strict=False):
         mx.reset_peak_memory()
         clock = Clock()
-        key = key_of(seed, index)
-        groups = rollout(
-            policy, todo, group_size=group_size, sampling=sampling, key=key, max_rows=max_rows, thinking=thinking
-        )
-        clock.lap("rollout")
-        groups = score(groups, *functions, weights=weights)
-        clock.lap("reward")
-        batch = pack(groups, algo, tokens_per_pass=tokens_per_pass)
-        if updates_per_rollout > 1:
-            batch = fill(policy, batch, algo.needs | {"old"})
-        metrics: Metrics = {}
-        for _ in range(updates_per_rollout):
-            metrics = update(policy, optimizer, batch, algo, max_grad_norm=max_grad_norm)
-            skips = skips + 1 if metrics["policy/skipped"] else 0
+        ask = partial(asking.groups, clock, seed, index)
+        drawn = draw(ask, todo, further_tasks(tasks, todo, seed, index), max_draws)
+        groups = tuple(drawn.groups if shape is None else shape(drawn.groups))
+        batch = pack(groups, algo, tokens_per_pass=tokens_per_pass) if groups else None
+        found: list[Metrics] = []
+        for part in _updates(policy, batch, algo, judge, updates_per_rollout, minibatches, f"{seed}:{index}"):
+            found.append(update(policy, optimizer, part, algo, teacher=judge, max_grad_norm=max_grad_norm))
+            skips = skips + 1 if found[-1]["policy/skipped"] else 0
             if skips >= SKIPS:
                 raise Diverged(_diverged(index))
         clock.lap("update")
-        yield Step(index, combined(metrics, _costs(clock, groups)), groups)
+        yield Step(index, {**_drawn(drawn), **averaged(found), **_costs(clock, drawn.asked)}, groups)
+
+
+def _refuse(algo: Algorithm, functions: Sequence[Any], shape: Shape | None, max_draws: int) -> None:
+    """ValueError for rewards that would have no effect, or would be missing."""
+    if uses_rewards(algo):
+        if not functions:
+            raise ValueError(f"train: reward: {algo.name} learns from rewards; wanted at least one function, got none")
+        return
+    for name, given in (("shape", shape is not None), ("max_draws", max_draws > 1)):
+        if given:
+            raise ValueError(f"train: {name} has no effect, because {algo.name} does not look at rewards")
+
+
+def _keeping(sampling: Sampling, algo: Algorithm) -> Sampling:
+    """The sampling that keeps as many candidates as the algorithm compares."""
+    return replace(sampling, candidates=max(sampling.candidates, candidates_kept(algo)))
+
+
+def _updates(
+    policy: Policy, batch: Pack | None, algo: Algorithm, judge: Teacher | None, epochs: int, minibatches: int, key: str
+) -> Iterator[Pack]:
+    """The batch of every optimizer step of a rollout. Before several, what they compare with is computed."""
+    if batch is None:
+        return
+    if epochs * min(minibatches, len(batch.groups)) > 1:
+        batch = fill(policy, batch, algo.needs | {"old"}, teacher=judge, algo=algo)
+    for epoch in range(epochs):
+        yield from parts(batch, minibatches, f"{key}:{epoch}")
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How tasks become scored groups."""
+
+    policy: Policy
+    group_size: int
+    sampling: Sampling
+    max_rows: int
+    thinking: bool | None
+    functions: Sequence[Callable[..., Any]]
+    weights: Sequence[float] | None
+
+    def groups(self, clock: Clock, seed: int, step: int, tasks: Sequence[Task], number: int) -> Sequence[Group]:
+        """The attempts at the tasks of a step's draw, scored where there is a reward."""
+        groups = rollout(
+            self.policy, tasks, group_size=self.group_size, sampling=self.sampling, key=draw_key(seed, step, number),
+            max_rows=self.max_rows, thinking=self.thinking,
+        )  # fmt: skip
+        clock.lap("rollout")
+        if self.functions:
+            groups = score(groups, *self.functions, weights=self.weights)
+        clock.lap("reward")
+        return groups
 
 
 def _diverged(index: int) -> str:
@@ -146,10 +213,19 @@ class Clock:
         self._since = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """Give the time since the last lap to a part."""
+        """Add the time since the last lap to a part."""
         now = time.perf_counter()
-        self.seconds[part] = now - self._since
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
         self._since = now
+
+
+def _drawn(drawn: Drawn) -> Metrics:
+    """Of all that was asked, so that the reward is that of the policy and not of a selection."""
+    return {
+        **describe(drawn.asked),
+        "groups/kept": float(len(drawn.groups)),
+        "rollout/draws": float(drawn.draws),
+    }
 
 
 def _costs(clock: Clock, groups: Sequence[Group]) -> Metrics:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from mlxrl.algo import finish
+from mlxrl.algo.probe import comparison_of
 from mlxrl.policy.adapters import leaves, without_adapters
 from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs, training
+from mlxrl.policy.prefix import kept_prefix
+from mlxrl.policy.recompute import recomputed
+from mlxrl.train.forward import forward, with_tokens
+from mlxrl.train.teacher import Teacher, taught, teacher_of
+from mlxrl.train.units import unit_gradient, units
 from mlxrl.types import Algorithm, Metrics, Minibatch, Pack
 
 
@@ -25,18 +31,28 @@ def update(
     batch: Pack,
     algo: Algorithm,
     *,
+    teacher: Policy | Teacher | Literal["base"] | None = None,
+    hint: str | None = None,
     max_grad_norm: float = 1.0,
+    recompute: bool = False,
 ) -> Metrics:
     """One optimizer step on a packed batch. Gradients of its minibatches add up to that of the whole.
 
     A loss or gradient that is not finite leaves weights and optimizer as they were, and is reported as skipped;
     so does a batch in which no row has a signal, reported as a gradient norm of 0.
 
+    Args:
+        teacher: for an algorithm that learns from one: another policy with the same vocabulary, or "base" for the
+            policy without its adapters. It is forced on the token ids that the policy sampled.
+        hint: a column of the tasks that is put behind the prompt for the teacher alone; without a teacher, the policy
+            itself under that prompt is the teacher.
+        recompute: see `gradient`.
     Returns:
         the algorithm's metrics and `policy/grad_norm` (before clipping), `policy/skipped`, `policy/learning_rate`.
     """
-    batch = fill(policy, batch, algo.needs - {"old"})
-    metrics, gradients = gradient(policy, batch, algo)
+    judge = teacher_of(policy, algo, teacher, hint)
+    batch = fill(policy, batch, algo.needs - {"old"}, algo=algo, teacher=judge)
+    metrics, gradients = gradient(policy, batch, algo, judge, recompute=recompute)
     metrics = finish(metrics)
     norm = grad_norm(gradients) if gradients is not None else 0.0
     finite = math.isfinite(norm) and math.isfinite(metrics.get("policy/loss", 0.0))
@@ -50,50 +66,79 @@ def update(
     return metrics
 
 
-def fill(policy: Policy, batch: Pack, needs: frozenset[str]) -> Pack:
-    """Compute what the loss compares with, where it is not there yet: "old" and "reference" log-probs.
+def fill(
+    policy: Policy,
+    batch: Pack,
+    needs: frozenset[str],
+    *,
+    algo: Algorithm | None = None,
+    teacher: Teacher | None = None,
+) -> Pack:
+    """Compute what the loss compares with, where it is not there yet: "old", "reference" and "teacher".
 
-    Both come from the function that the loss uses, so that equal weights give equal numbers.
+    All come from the function that the loss uses, so that equal weights give equal numbers.
     """
+    compared = None if algo is None else comparison_of(algo)
+    found = list(batch.minibatches)
+    if "teacher" in needs:
+        assert teacher is not None or not any(map(_untaught, found))
+        with kept_prefix():
+            found = [taught(teacher, m, compared, batch.groups) if teacher and _untaught(m) else m for m in found]
+    if "old" in needs:
+        with kept_prefix():
+            found = [replace(m, **_old(policy, m)) if m.old is None else m for m in found]
+    if "reference" in needs:
+        with kept_prefix(), without_adapters(policy.model):
+            found = [replace(m, reference=_fixed(policy, m)) if m.reference is None else m for m in found]
+    return replace(batch, minibatches=tuple(found))
 
-    def filled(minibatch: Minibatch) -> Minibatch:
-        if "old" in needs and minibatch.old is None:
-            minibatch = replace(minibatch, old=_fixed(policy, minibatch))
-        if "reference" in needs and minibatch.reference is None:
-            with without_adapters(policy.model):
-                minibatch = replace(minibatch, reference=_fixed(policy, minibatch))
-        return minibatch
 
-    return replace(batch, minibatches=tuple(filled(minibatch) for minibatch in batch))
+def _untaught(minibatch: Minibatch) -> bool:
+    found = (minibatch.teacher, minibatch.teacher_candidates, minibatch.teacher_hidden)
+    return all(array is None for array in found)
 
 
-def _fixed(policy: Policy, minibatch: Minibatch) -> mx.array:
+def _old(policy: Policy, minibatch: Minibatch) -> dict[str, mx.array]:
+    """Log-probs at the present weights, of the tokens and of the candidates where there are any."""
+    if minibatch.candidates is None:
+        return {"old": _fixed(policy, minibatch)}
+    both = _fixed(policy, minibatch, with_tokens(minibatch))
+    return {"old": both[..., 0], "old_candidates": both[..., 1:]}
+
+
+def _fixed(policy: Policy, minibatch: Minibatch, candidates: mx.array | None = None) -> mx.array:
     with training(policy.model):
-        chosen = mx.stop_gradient(logprobs(policy, minibatch).chosen)
+        chosen = mx.stop_gradient(logprobs(policy, minibatch, candidates=candidates, gradient=False).chosen)
         mx.eval(chosen)  # the pass's activations end here
     return chosen
 
 
-def gradient(policy: Policy, batch: Pack, algo: Algorithm) -> tuple[Metrics, Any | None]:
+def gradient(
+    policy: Policy, batch: Pack, algo: Algorithm, teacher: Teacher | None = None, *, recompute: bool = False
+) -> tuple[Metrics, Any | None]:
     """Metrics and gradient of a batch, summed over its minibatches; no gradient where it has none.
 
+    Args:
+        recompute: keep the inputs of layers only and run each again on the way back: a third more time, and memory
+            that hardly grows with depth. The gradient is the same.
     Returns:
         metrics as floats, and a tree like the policy's trainable parameters.
     """
 
     def loss(minibatch: Minibatch) -> tuple[mx.array, Metrics]:
-        new = logprobs(policy, minibatch, entropy="entropy" in algo.needs)
+        new = forward(policy, minibatch, algo, teacher)
         return algo.loss(new, minibatch, batch.totals)
 
-    pass_ = nn.value_and_grad(policy.model, loss)
     metrics: Metrics = {}
     total: Any = None
-    with training(policy.model, dropout=policy.lora is not None and policy.lora.dropout > 0):
-        for minibatch in batch:
-            (_, more), gradients = pass_(minibatch)
+    dropout = policy.lora is not None and policy.lora.dropout > 0
+    with training(policy.model, dropout=dropout), recomputed(policy.model) if recompute else nullcontext():
+        for unit in units(batch.minibatches):
+            found, gradients = unit_gradient(policy, unit, loss)
             total = gradients if total is None else tree_map(mx.add, total, gradients)
-            mx.eval(total, more)  # a pass's activations end here, not with the batch
-            metrics = combined(metrics, more)
+            mx.eval(total, found)  # a pass's activations end here, not with the batch
+            for more in found:
+                metrics = combined(metrics, more)
     return metrics, total
 
 
@@ -111,6 +156,23 @@ def combined(metrics: Mapping[str, float], more: Mapping[str, Any]) -> Metrics:
         else:
             result[name] += number
     return result
+
+
+def averaged(found: Sequence[Metrics]) -> Metrics:
+    """Metrics of several optimizer steps as those of one: means, but for names in `_max` and `_min`, and counts.
+
+    `policy/updates` is the number of those that changed the weights, `policy/skipped` of those that were not finite.
+    """
+    names = list(dict.fromkeys(name for one in found for name in one))
+    out: Metrics = {}
+    for name in names:
+        values = [float(one[name]) for one in found if name in one]
+        most = max if name.endswith("_max") else min if name.endswith("_min") else None
+        out[name] = most(values) if most else sum(values) / len(values)
+    moved = [one for one in found if one["policy/grad_norm"] > 0 and not one["policy/skipped"]]
+    out["policy/updates"] = float(len(moved))
+    out["policy/skipped"] = sum(one["policy/skipped"] for one in found)
+    return out
 
 
 def grad_norm(gradients: Any) -> float:

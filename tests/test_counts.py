@@ -1,0 +1,105 @@
+"""What is not needed is not computed.
+
+A training pass over a group reads its prompt once and every row but its last token: P + sum_b (T_b - 1) tokens, and
+makes the logits of the sampled tokens alone. A step needs one pass for each update, one more for the reference where a
+term needs it, and one more for old log-probs where there are several updates. Rows without signal need none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from models import dense
+from test_train import a_policy, made
+
+from mlxrl.algo.recipes import grpo
+from mlxrl.policy import logprobs as module
+from mlxrl.policy.load import Policy
+from mlxrl.train.loop import train
+from mlxrl.train.pack import pack
+from mlxrl.train.step import update
+from mlxrl.types import Pack, Sampling, Task
+
+LONG = "a prompt that is long enough for its rows to share it in one pass, and then some more words"
+
+
+@pytest.fixture
+def counted(monkeypatch) -> tuple[Policy, list[int], list[int]]:
+    """A policy, the tokens that each of its forwards read in training passes, and the positions scored in each."""
+    p = a_policy(dense)
+    read: list[int] = []
+    positions: list[int] = []
+    trunk, score = p.head.trunk, module.score
+
+    def counting(tokens: mx.array, cache: Any = None) -> mx.array:
+        if p.model.training:
+            read.append(tokens.size)
+        return trunk(tokens, cache)
+
+    def scoring(head: Any, hidden: mx.array, *rest: Any, **settings: Any) -> Any:
+        positions.append(hidden.shape[0])
+        return score(head, hidden, *rest, **settings)
+
+    monkeypatch.setattr(module, "score", scoring)
+    return dataclasses.replace(p, head=dataclasses.replace(p.head, trunk=counting)), read, positions
+
+
+def least(batch: Pack) -> int:
+    """Tokens of one pass over a batch, its padding included."""
+    prefixes = {id(m.prefix): m.prefix.size for m in batch}
+    return sum(prefixes.values()) + sum(m.tokens.shape[0] * (m.tokens.shape[1] - 1) for m in batch)
+
+
+@pytest.mark.parametrize(("kl", "passes"), [(0.0, 1), (0.1, 2)])
+@pytest.mark.parametrize("tokens_per_pass", [None, 105, 100])
+def test_an_update_runs_one_pass_and_one_for_a_reference(counted, kl, passes, tokens_per_pass):
+    p, read, positions = counted
+    algo = grpo(kl=kl)
+    batch = pack([made([1.0, 0.0, 0.4], lengths=[5, 5, 5])], algo, tokens_per_pass=tokens_per_pass)
+    update(p, optim.SGD(1e-3), batch, algo)
+    # 90 tokens of the prompt and four of each row; logits of the 15 sampled tokens.
+    assert least(batch) == 102
+    assert sum(read) == passes * 102
+    assert sum(positions) == passes * 15
+
+
+@pytest.mark.parametrize(("kl", "updates", "passes"), [(0.0, 1, 1), (0.0, 2, 3), (0.1, 1, 2), (0.1, 3, 5)])
+def test_old_logprobs_are_computed_once_where_there_are_several_updates(counted, kl, updates, passes):
+    p, read, positions = counted
+    algo = grpo(kl=kl)
+    (step,) = train(
+        p, [Task(LONG)], algo, reward=lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)],
+        steps=1, tasks_per_step=1, group_size=4, sampling=Sampling(max_tokens=6), updates_per_rollout=updates,
+        optimizer=optim.SGD(0.0),
+    )  # fmt: skip
+    batch = pack(step.groups, algo)
+    assert sum(read) == passes * least(batch)
+    assert sum(positions) == passes * batch.totals.tokens
+
+
+def test_rows_without_signal_are_not_run_and_still_counted(counted):
+    p, read, _ = counted
+    algo = grpo()
+    flat, mixed = made([0.3] * 4, seed=1), made([1.0, 0.0, 0.0, 0.0], seed=2)
+    batch = pack([flat, mixed], algo)
+    update(p, optim.SGD(1e-3), batch, algo)
+    assert batch.totals.rows == 8
+    assert sum(read) == least(pack([mixed], algo))
+    read.clear()
+    metrics = update(p, optim.SGD(1e-3), pack([flat], algo), algo)
+    assert read == []
+    assert metrics["policy/grad_norm"] == 0.0
+
+
+def test_a_split_group_reads_its_prompt_once(counted):
+    p, read, positions = counted
+    algo = grpo(kl=0.1)
+    batch = pack([made([1.0, 0.0, 0.4, 0.0], lengths=[5] * 4)], algo, tokens_per_pass=95)
+    assert len(batch) == 4
+    update(p, optim.SGD(1e-3), batch, algo)
+    assert sum(read) == 2 * (90 + 4 * 4)
+    assert sum(positions) == 2 * 20

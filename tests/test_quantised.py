@@ -1,0 +1,67 @@
+"""Quantised bases: adapters in float32, activations in the base's dtype, log-probs in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten
+from models import dense, hybrid, moe, tokenizer
+from test_train import flat, made
+
+from mlxrl.algo.recipes import grpo
+from mlxrl.policy.adapters import LoRA
+from mlxrl.policy.load import Policy, policy
+from mlxrl.policy.prefix import hidden_states
+from mlxrl.train.pack import pack
+from mlxrl.train.step import fill, gradient, update
+
+BASES = [{"bits": 4, "group_size": 32}, {"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 32, "mode": "mxfp4"}]
+
+
+def quantised(make: Any, base: dict[str, Any]) -> Policy:
+    model = make()
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, **base, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    return policy(model, tokenizer(), lora=LoRA(rank=4))
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda base: base.get("mode", f"{base['bits']} bits"))
+@pytest.mark.parametrize("make", [dense, hybrid, moe])
+def test_train_and_reference_agree_at_step_0_and_a_step_moves_float32_adapters(make, base):
+    p, algo = quantised(make, base), grpo(kl=0.1)
+    kinds = {type(m).__name__ for _, m in p.model.named_modules()}
+    assert kinds & {"QuantizedLinear", "QuantizedEmbedding"}
+    weights = {n: v for n, v in tree_flatten(p.model.parameters()) if "lora" not in n}
+    batch = fill(p, pack([made([1.0, 0.0, 0.4])], algo), frozenset({"old", "reference"}))
+    (m,) = batch
+    assert m.old.dtype == m.reference.dtype == mx.float32
+    assert mx.array_equal(m.old, m.reference)
+    metrics, found = gradient(p, batch, algo)
+    assert metrics["policy/kl"] == 0.0
+    assert all(leaf.dtype == mx.float32 for leaf in flat(found).values())
+    _, rows = hidden_states(p.model, p.head, m.prefix, m.tokens)
+    assert rows.dtype == mx.bfloat16
+    assert update(p, optim.SGD(1e-1), batch, algo)["policy/skipped"] == 0.0
+    moved = [leaf for name, leaf in flat(p.model.trainable_parameters()).items() if "lora_b" in name]
+    assert all(leaf.dtype == mx.float32 and mx.abs(leaf).max() > 0 for leaf in moved)
+    now = dict(tree_flatten(p.model.parameters()))
+    assert all(now[name] is value for name, value in weights.items())
+
+
+@pytest.mark.parametrize("make", [dense, hybrid])
+def test_recomputation_and_splitting_leave_the_gradient_of_a_quantised_base(make):
+    """In float32 activations, where both have to agree to rounding."""
+    model = make()
+    nn.quantize(model, group_size=32, bits=4)
+    p, algo = policy(model, tokenizer(), lora=LoRA(rank=4)), grpo()
+    update(p, optim.SGD(1.0), pack([made([1.0, 0.0, 0.4])], algo), algo)
+    group = [made([1.0, 0.0, 0.4, 0.2], seed=3)]
+    wanted = flat(gradient(p, pack(group, algo), algo)[1])
+    split = flat(gradient(p, pack(group, algo, tokens_per_pass=95), algo, recompute=True)[1])
+    for name, value in wanted.items():
+        assert mx.linalg.norm(value).item() > 0, name
+        assert (mx.linalg.norm(split[name] - value) / mx.linalg.norm(value)).item() < 1e-5, name
