@@ -1,36 +1,54 @@
 from __future__ import annotations
 
+import contextlib
+import random
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
 from models import dense, hybrid, moe, tokenizer
 
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import policy
-from mlxrl.rollout.decode import Request, decode
+from mlxrl.rollout.decode import Loop, decode
 from mlxrl.rollout.episodes import rollout, row_keys
+from mlxrl.rollout.fused import FusedLinear, fused
+from mlxrl.rollout.prefill import prefill
 from mlxrl.rollout.render import render
-from mlxrl.rollout.sampling import key_of, sample
+from mlxrl.rollout.row import Request
+from mlxrl.rollout.rules import Rules
+from mlxrl.rollout.sampling import key_of
+from mlxrl.rollout.slots import Slots, capacity_for
 from mlxrl.types import Minibatch, Sampling, Task
 
 MODELS = [dense, hybrid, moe]
-GREEDY = Sampling(max_tokens=12, temperature=0.0)
+GREEDY = Rules(Sampling(max_tokens=12, temperature=0.0))
 RAGGED = [tuple(range(20, 20 + n)) for n in (5, 3, 9, 1)]
 
 
 class Counted:
-    """A head whose forwards are counted."""
+    """A head whose forwards are counted. Where it is used, steps are not compiled, and the model is not checked."""
 
     def __init__(self, head):
-        self.head, self.calls, self.rows = head, 0, []
+        self.head, self.shapes = head, []
 
     def trunk(self, tokens, cache=None):
-        self.calls += 1
-        self.rows.append(tokens.shape)
+        self.shapes.append(tokens.shape)
         return self.head.trunk(tokens, cache)
 
     def project(self, hidden):
         return self.head.project(hidden)
+
+    @property
+    def decoded(self):
+        """Rows of every decode step; tests prefill prompts of more than one token."""
+        return [rows for rows, tokens in self.shapes if tokens == 1]
+
+
+BARE = {"compiled": False, "service": "slots"}
 
 
 def alone(model, prompt: tuple[int, ...], tokens: int) -> list[int]:
@@ -41,67 +59,123 @@ def alone(model, prompt: tuple[int, ...], tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def requests(prompts, copies: int = 1) -> list[Request]:
+def requests(prompts, copies: int = 1, limits=None) -> list[Request]:
     keys = row_keys(key_of(0, 0), len(prompts), copies)
-    return [Request(prompt, keys[i * copies + r]) for i, prompt in enumerate(prompts) for r in range(copies)]
+    asked = [prompt for prompt in prompts for _ in range(copies)]
+    return [Request(prompt, keys[i], limits and limits[i]) for i, prompt in enumerate(asked)]
+
+
+def moved(p, scale: float = 0.1) -> None:
+    """Give the adapters an effect."""
+    leaves = tree_flatten(p.model.trainable_parameters())
+    keys = mx.random.split(mx.random.key(1), len(leaves))
+    pairs = [(name, scale * mx.random.normal(leaf.shape, key=k)) for (name, leaf), k in zip(leaves, keys, strict=True)]
+    p.model.load_weights(pairs, strict=False)
+    mx.eval(p.model.parameters())
 
 
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("max_rows", [32, 3])
-@pytest.mark.parametrize("chunk", [2048, 2])
-def test_greedy_batch_equals_greedy_alone_for_ragged_prompts(make, max_rows, chunk):
+def test_greedy_batch_equals_greedy_alone_for_ragged_prompts(make):
+    """However rows are held, batched, chunked and compiled; a place is taken over while others are under way."""
     p = policy(make(), tokenizer(), lora=LoRA())
-    out = decode(
-        p.model, p.head, requests(RAGGED, 2), GREEDY, frozenset(), max_rows=max_rows, prefill_chunk=chunk
-    )  # fmt: skip
-    wanted = [alone(p.model, prompt, 12) for prompt in RAGGED for _ in range(2)]
-    assert [row.ids for row in out] == wanted
+    moved(p)
+    limits = [12, 4, 7, 12, 12, 9, 2, 12]
+    wanted = [alone(p.model, prompt, limits[2 * i + r]) for i, prompt in enumerate(RAGGED) for r in range(2)]
+    for options in (
+        {}, {"max_rows": 3}, {"compiled": False}, {"compiled": False, "max_rows": 3, "prefill_chunk": 2},
+        {"max_rows": 5, "prefill_chunk": 3}, {"service": "equal"}, {"service": "equal", "max_rows": 3},
+        {"service": "single"},
+    ):  # fmt: skip
+        out = decode(p.model, p.head, requests(RAGGED, 2, limits), GREEDY, **options)
+        assert [row.ids for row in out] == wanted, options
+        assert {row.stop for row in out} == {"length"}
 
 
 @pytest.mark.parametrize("make", MODELS)
 def test_a_rows_tokens_do_not_depend_on_its_neighbours(make):
     p = policy(make(), tokenizer(), lora=LoRA())
-    sampling = Sampling(max_tokens=10)
+    rules = Rules(Sampling(max_tokens=8), stops=tuple(range(9)))
     rows = requests(RAGGED, 3)
-    together = decode(p.model, p.head, rows, sampling, frozenset())
-    backwards = decode(p.model, p.head, rows[::-1], sampling, frozenset(), max_rows=5)[::-1]
-    single = [decode(p.model, p.head, [row], sampling, frozenset())[0] for row in rows]
+    together = decode(p.model, p.head, rows, rules)
+    backwards = decode(p.model, p.head, rows[::-1], rules, max_rows=5)[::-1]
+    single = [decode(p.model, p.head, [row], rules)[0] for row in rows]
     assert [row.ids for row in together] == [row.ids for row in single] == [row.ids for row in backwards]
-    assert np.allclose([row.logprobs for row in together], [row.logprobs for row in single], atol=1e-5)
+    for one, other in zip(together, single, strict=True):
+        assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
     assert len({tuple(row.ids) for row in together}) == len(rows), "rows of one prompt must differ"
 
 
-def test_every_eos_id_stops_a_row_and_is_kept():
+def test_a_thousand_rows_are_the_same_alone_in_any_batch_and_in_any_order():
+    p = policy(dense(hidden_size=32, num_hidden_layers=1), tokenizer(), lora=None)
+    rules = Rules(Sampling(max_tokens=4), stops=tuple(range(0, 320, 8)))
+    rows = requests([tuple(range(20 + i, 30 + 2 * i)) for i in range(10)], 100)
+    order = random.Random(0).sample(range(1000), 1000)
+    alone_ = decode(p.model, p.head, rows, rules, max_rows=1)
+    batched = decode(p.model, p.head, rows, rules, max_rows=64)
+    shuffled = decode(p.model, p.head, [rows[i] for i in order], rules, max_rows=29)
+    back = sorted(zip(order, shuffled, strict=True), key=lambda pair: pair[0])
+    for one, other, (_, third) in zip(alone_, batched, back, strict=True):
+        assert one.ids == other.ids == third.ids
+        assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert np.allclose(one.logprobs, third.logprobs, atol=1e-5)
+    assert len({len(row.ids) for row in alone_}) == 4, "rows must end at different times"
+
+
+def test_every_stop_id_ends_a_row_and_is_kept():
     p = policy(dense(), tokenizer(), lora=LoRA())
-    plain = decode(p.model, p.head, requests(RAGGED[:1]), GREEDY, frozenset())[0].ids
-    stops = frozenset({plain[2], 319})
-    (row,) = decode(p.model, p.head, requests(RAGGED[:1]), GREEDY, stops)
+    plain = decode(p.model, p.head, requests(RAGGED[:1]), GREEDY)[0].ids
+    stops = (plain[2], 319)
+    (row,) = decode(p.model, p.head, requests(RAGGED[:1]), Rules(GREEDY.sampling, stops))
     first = next(i for i, token in enumerate(plain) if token in stops)
     assert row.ids == plain[: first + 1]
     assert (row.stop, len(row.logprobs)) == ("eos", first + 1)
-    # A row whose first token is a stop has one id and one log-prob.
-    (row,) = decode(p.model, p.head, requests(RAGGED[:1]), GREEDY, frozenset({plain[0]}))
-    assert (row.ids, len(row.logprobs), row.stop) == ([plain[0]], 1, "eos")
 
 
-def test_a_prompt_is_prefilled_once_and_nothing_is_decoded_after_the_last_stop():
+def test_forwards_are_those_that_are_needed():
+    """One prefill a prompt and chunk, a step for each token but the last of the longest row, rows dropped in lumps."""
+    p = policy(dense(), tokenizer(), lora=LoRA())
+    counted, ends = Counted(p.head), [3, 7, 12, 20]
+    prompts = [prompt for prompt in RAGGED if len(prompt) > 1] + [tuple(range(60, 64))]
+    decode(p.model, counted, requests(prompts, 4, ends * 4), Rules(Sampling(max_tokens=20)), prefill_chunk=4, **BARE)
+    chunks = [shape for shape in counted.shapes if shape[0] == 1 and shape[1] > 1]
+    assert sorted(chunks) == sorted([(1, 4), (1, 3), (1, 4), (1, 4), (1, 4)])  # 5 = 4 + 1, 3, 9 = 4 + 4 + 1, 4
+    decoded = counted.decoded[2:]  # the chunks of one token
+    # 16 rows until 3 tokens are read, one step ahead; then 12 of 16 live: a quarter is dead. The same at 7 and 12.
+    assert decoded == [16] * 3 + [12] * 4 + [9] * 5 + [4] * 7
+    assert len(decoded) == max(ends) - 1
+
+
+def test_nothing_is_decoded_behind_the_last_stop_but_the_step_that_was_ahead():
     p = policy(dense(), tokenizer(), lora=LoRA())
     counted = Counted(p.head)
-    out = decode(p.model, counted, requests(RAGGED, 4), Sampling(max_tokens=20), frozenset(range(0, 320, 16)))
+    rules = Rules(Sampling(max_tokens=100), tuple(range(0, 320, 5)))
+    out = decode(p.model, counted, requests(RAGGED[:3], 4), rules, **BARE)
     longest = max(len(row.ids) for row in out)
-    prefills = [shape for shape in counted.rows if shape[0] == 1 and shape in [(1, len(prompt)) for prompt in RAGGED]]
-    assert len(prefills) >= len(RAGGED)
-    assert counted.calls <= len(RAGGED) + longest
-    decoded = [shape[0] for shape in counted.rows[len(RAGGED) :]]
-    assert decoded == sorted(decoded, reverse=True)
-    assert decoded[-1] < 16, "finished rows are dropped"
+    assert {row.stop for row in out} == {"eos"}
+    assert len(counted.decoded) == longest
+    for step, rows in enumerate(counted.decoded):  # launched when `step` tokens of every row were read
+        assert rows * 0.75 < sum(len(row.ids) > step for row in out), "a quarter is dead"
+
+
+def test_free_places_are_taken_while_others_are_under_way():
+    """64 rows of 2 to 17 tokens in 8 places: as many steps as 8 full places would take, and little more."""
+    p = policy(dense(), tokenizer(), lora=LoRA())
+    counted = Counted(p.head)
+    limits = [2 + (5 * i) % 16 for i in range(64)]
+    rows = requests(RAGGED[:2], 32, limits)
+    out = decode(p.model, counted, rows, Rules(Sampling(max_tokens=32)), max_rows=8, **BARE)
+    assert [len(row.ids) for row in out] == limits
+    assert [shape for shape in counted.shapes if shape[1] > 1] == [(1, 5), (1, 3)]
+    steps = (sum(limits) - 64) / 8
+    assert steps <= len(counted.decoded) <= 1.25 * steps + 16
+    assert set(counted.decoded) <= {8, 6, 4, 3, 2, 1}
 
 
 def test_the_last_token_is_not_run_through_the_model():
     p = policy(dense(), tokenizer(), lora=LoRA())
     counted = Counted(p.head)
-    decode(p.model, counted, requests(RAGGED[:1], 2), Sampling(max_tokens=6), frozenset())
-    assert counted.rows == [(1, 5)] + [(2, 1)] * 5
+    decode(p.model, counted, requests(RAGGED[:1], 2), Rules(Sampling(max_tokens=6)), **BARE)
+    assert counted.shapes == [(1, 5)] + [(2, 1)] * 5
 
 
 def test_log_probs_are_those_of_the_tempered_distribution():
@@ -110,6 +184,7 @@ def test_log_probs_are_those_of_the_tempered_distribution():
 
     for make in MODELS:
         p = policy(make(), tokenizer(), lora=LoRA())
+        moved(p)
         (group,) = rollout(p, [Task("hello")], group_size=3, sampling=Sampling(max_tokens=9, temperature=0.7), key=1)
         for trajectory in group:
             (turn,) = trajectory.turns
@@ -118,68 +193,73 @@ def test_log_probs_are_those_of_the_tempered_distribution():
             assert np.allclose(logprobs(p, batch).chosen.tolist()[0], turn.logprobs, atol=1e-4)
 
 
-def test_sampling_follows_the_tempered_distribution():
-    logits = mx.broadcast_to(mx.log(mx.array([0.5, 0.25, 0.25])), (20_000, 3))
-    keys = mx.random.split(mx.random.key(0), 20_000)
-    tokens, logprobs, _ = sample(logits, keys, Sampling(temperature=0.5))
-    # p ^ (1 / 0.5) = 1/4, 1/16, 1/16, which sums to 3/8: probabilities 2/3, 1/6, 1/6
-    assert abs((tokens == 0).mean().item() - 2 / 3) < 0.01
-    assert abs(logprobs.max().item() - np.log(2 / 3)) < 1e-5
+def test_a_compiled_step_uses_the_weights_as_they_are():
+    """Weights that training has moved, and layers that were swapped, are seen by the next rollout."""
+    from mlxrl.policy.adapters import without_adapters
 
-
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
-@pytest.mark.parametrize("top_p", [0.01, 0.5, 1.0])
-@pytest.mark.parametrize("top_k", [0, 1, 5, 320, 1000])
-@pytest.mark.parametrize("min_p", [0.0, 0.5, 1.0])
-def test_a_candidate_always_survives_the_filters(temperature, top_p, top_k, min_p):
-    logits = 8 * mx.random.normal((16, 320), key=mx.random.key(0))
-    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    tokens, logprobs, _ = sample(logits, mx.random.split(mx.random.key(1), 16), sampling)
-    assert np.isfinite(logprobs).all()
-    if top_k == 1 or top_p == 0.01 or min_p == 1.0 or temperature == 0:
-        assert mx.array_equal(tokens, mx.argmax(logits, -1).astype(mx.int32))
-
-
-def test_a_row_with_logits_that_are_not_finite_ends_and_the_others_go_on():
     p = policy(dense(), tokenizer(), lora=LoRA())
-
-    class Broken(Counted):
-        def project(self, hidden):
-            logits = self.head.project(hidden)
-            if self.calls < 4:
-                return logits
-            return mx.where((mx.arange(logits.shape[0]) == 1)[:, None], mx.nan, logits)
-
-    out = decode(p.model, Broken(p.head), requests(RAGGED[:1], 5), Sampling(max_tokens=8), frozenset())
-    assert [row.stop for row in out] == ["length", "error", "length", "length", "length"]
-    assert len(out[1].ids) == 3
-    whole = decode(p.model, p.head, requests(RAGGED[:1], 5), Sampling(max_tokens=8), frozenset())
-    assert [out[i].ids for i in (0, 2, 3, 4)] == [whole[i].ids for i in (0, 2, 3, 4)]
+    rows = requests(RAGGED, 2)
+    base = decode(p.model, p.head, rows, GREEDY)
+    moved(p)
+    after = decode(p.model, p.head, rows, GREEDY)
+    assert [row.ids for row in after] != [row.ids for row in base]
+    assert [row.ids for row in after] == [row.ids for row in decode(p.model, p.head, rows, GREEDY, compiled=False)]
+    with without_adapters(p.model):
+        assert [row.ids for row in decode(p.model, p.head, rows, GREEDY)] == [row.ids for row in base]
+    assert [row.ids for row in decode(p.model, p.head, rows, GREEDY)] == [row.ids for row in after]
 
 
-def test_the_cache_graph_of_a_hybrid_model_does_not_grow(tmp_path):
-    from mlxrl.rollout.decode import _start, _step
+@pytest.mark.parametrize("make", MODELS)
+def test_fused_adapters_give_the_logits_of_the_plain_ones_and_leave_no_trace(make):
+    p = policy(make(), tokenizer(), lora=LoRA())
+    moved(p, 0.05)
+    ids = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    layers = {name: layer for name, layer in p.model.named_modules() if isinstance(layer, LoRALinear)}
+    plain = p.model(ids)
+    with contextlib.suppress(KeyboardInterrupt), fused(p.model):
+        assert sum(isinstance(layer, FusedLinear) for _, layer in p.model.named_modules()) == len(layers) > 0
+        assert mx.abs(p.model(ids) - plain).max().item() < 1e-5
+        raise KeyboardInterrupt
+    now = {name: layer for name, layer in p.model.named_modules() if isinstance(layer, LoRALinear)}
+    assert all(now[name] is layer for name, layer in layers.items())
+    assert mx.array_equal(p.model(ids), plain)
 
-    p = policy(hybrid(8), tokenizer(), lora=LoRA())
-    sampling = Sampling(max_tokens=100)
-    batch = _start(p.model, p.head, requests([RAGGED[0]] * 3), [None] * 3, sampling, 2048)
-    for _ in range(50):
-        _step(p.model, p.head, batch, sampling)
-        mx.eval(batch.tokens, batch.logprobs, batch.keys)
-    arrays = [a for cache in batch.caches for a in _arrays(cache.state)]
-    assert arrays
-    for index, array in enumerate(arrays):
-        path = tmp_path / f"{index}.dot"
-        mx.export_to_dot(str(path), array)
-        assert path.read_text().count("label") < 10
+
+def test_fused_adapters_keep_the_dtype_of_16_bit_weights():
+    model = dense()
+    model.set_dtype(mx.bfloat16)
+    p = policy(model, tokenizer(), lora=LoRA())
+    moved(p, 0.02)
+    assert p.model.layers[0].self_attn.q_proj.lora_a.dtype == mx.float32
+    ids = mx.array([[3, 1, 4]])
+    plain = p.model(ids)
+    with fused(p.model):
+        assert p.model(ids).dtype == plain.dtype == mx.bfloat16
+        assert mx.abs(p.model(ids) - plain).max().item() < 0.02 * mx.abs(plain).max().item()
 
 
-def _arrays(state):
-    if isinstance(state, mx.array):
-        yield state
-    elif isinstance(state, (list, tuple)):
-        for part in state:
-            yield from _arrays(part)
+@pytest.mark.parametrize("make", MODELS)
+def test_slots_hold_after_ragged_prefill_what_each_row_alone_holds(make):
+    """States of recurrent layers included: no padding reaches them."""
+    p = policy(make(), tokenizer(), lora=None)
+    slots = Slots(len(RAGGED))
+    slots.fit(10)
+    for row, prompt in enumerate(RAGGED):
+        slots.place([row], prefill(p.model, p.head, prompt, 2048).caches)
+    for row, prompt in enumerate(RAGGED):
+        single = prefill(p.model, p.head, prompt, 2048).caches
+        arrays = [array for layer, cache in zip(slots.layers, single, strict=True) for array in layer.row(cache)]
+        for held, array in zip(slots.arrays, arrays, strict=True):
+            mine = held[row : row + 1]
+            if mine.shape != array.shape:
+                assert not mine[:, :, len(prompt) :].any(), "room behind a row is zero"
+                mine = mine[:, :, : len(prompt)]
+            assert mx.array_equal(mine, array)
+
+
+def test_room_grows_by_a_quarter_at_most():
+    assert [capacity_for(n) for n in (1, 32, 33, 255, 257, 513, 1025)] == [32, 32, 64, 256, 320, 640, 1280]
+    assert all(n <= capacity_for(n) <= max(1.25 * n, n + 31) for n in range(1, 5000))
 
 
 def test_a_task_that_stands_twice_is_two_groups():
@@ -198,15 +278,106 @@ def test_rendering_uses_the_template_and_its_thinking_switch():
     assert words.decode(render(words, chat)).startswith("<system>be brief<end><user>hi<end>")
 
 
-def test_the_wired_limit_is_left_alone(monkeypatch):
-    monkeypatch.setattr(mx, "set_wired_limit", lambda *_: pytest.fail("the wired limit was set"))
+def test_rows_come_out_as_they_end():
     p = policy(dense(), tokenizer(), lora=LoRA())
-    rollout(p, [Task("hi")], group_size=2, sampling=Sampling(max_tokens=4))
+    loop = Loop(p.model, p.head, requests(RAGGED[:1], 3, [9, 2, 5]), GREEDY)
+    assert [len(row.ids) for row in loop.run()] == [2, 5, 9]
+    assert [len(row.ids) for row in loop.ordered] == [9, 2, 5]
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_k", -1), ("min_p", 1.5)]
-)
-def test_settings_out_of_range_are_refused_by_name(setting, value):
-    with pytest.raises(ValueError, match=f"sampling: {setting}: wanted"):
-        Sampling(**{setting: value})
+class Talk:
+    """Rows that are gone on with for some turns, each with an observation of a length of its own."""
+
+    def __init__(self, loop, turns: int):
+        self.loop, self.turns = loop, turns
+        self.said = {id(row): (number, 1) for number, row in enumerate(loop.ordered)}
+        self.history = [[] for _ in loop.ordered]
+
+    def run(self):
+        with self.loop.session():
+            waiting = []
+            while True:
+                for row in self.loop.decode():
+                    number, turn = self.said[id(row)]
+                    self.history[number].append((row.prompt, row.ids, row.logprobs))
+                    if turn == self.turns:
+                        row.held = False
+                    elif number % 3:
+                        self.go_on(row, number, turn)  # at once, while others are under way
+                    else:
+                        waiting.append((row, number, turn))  # when nobody draws any more
+                if not waiting:
+                    return self.history
+                for item in waiting:
+                    self.go_on(*item)
+                waiting = []
+
+    def go_on(self, row, number, turn):
+        observation = tuple(range(100 + 7 * number, 100 + 7 * number + (number * turn) % 6))
+        request = Request((*row.prompt, *row.ids, *observation), row.request.key, row.request.limit)
+        self.said[id(self.loop.resume(row, request))] = (number, turn + 1)
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_that_are_gone_on_with_are_those_of_a_fresh_prompt(make, compiled):
+    """Three turns over kept caches, ragged and by chunks, while others wait for a place; nothing is run twice."""
+    p = policy(make(), tokenizer(), lora=LoRA())
+    moved(p)
+    limits = [5, 3, 8, 1, 6, 2, 7, 4]
+    rules = replace(GREEDY, stops=tuple(range(0, 320, 7)), holds=True)
+    counted = Counted(p.head)
+    rows = requests([*RAGGED, *RAGGED], limits=limits)
+    loop = Loop(p.model, counted, rows, rules, max_rows=5, prefill_chunk=4, compiled=compiled, service="slots")
+    history = Talk(loop, 3).run()
+    assert [len(turns) for turns in history] == [3] * 8
+    for limit, turns in zip(limits, history, strict=True):
+        for prompt, ids, logprobs in turns:
+            (fresh,) = decode(p.model, p.head, [Request(prompt, rows[0].key, limit)], replace(rules, holds=False))
+            assert fresh.ids == ids
+            assert np.allclose(fresh.logprobs, logprobs, atol=1e-4)
+    prefills = [tokens for number, tokens in counted.shapes if number == 1 and tokens > 4]
+    assert not prefills, "no history is run as a whole"
+
+
+def test_a_row_that_a_string_ended_is_gone_on_with():
+    """Its last token was fed before the host saw the string."""
+    p = policy(hybrid(), tokenizer(), lora=None)
+    plain = decode(p.model, p.head, requests(RAGGED), GREEDY)
+    letters = {p.tokenizer.decode([token]) for row in plain for token in row.ids[2:6]}
+    strings = tuple(letter for letter in letters if letter.isascii() and letter)
+    rules = replace(GREEDY, sampling=replace(GREEDY.sampling, stop_strings=strings), holds=True)
+    loop = Loop(p.model, p.head, requests(RAGGED), rules, text=p.tokenizer.decode)
+    history = Talk(loop, 2).run()
+    assert any(row.ahead for row in loop.ordered)
+    for turns in history:
+        for prompt, ids, _ in turns:
+            assert ids == decode(p.model, p.head, [Request(prompt, requests(RAGGED)[0].key)], rules,
+                                 text=p.tokenizer.decode)[0].ids  # fmt: skip
+
+
+def test_a_history_that_was_rewritten_is_prefilled_anew_and_a_full_context_ends():
+    p = policy(dense(max_position_embeddings=24), tokenizer(), lora=None)
+    loop = Loop(p.model, p.head, requests(RAGGED[:2], limits=[4, 4]), replace(GREEDY, holds=True))
+    with loop.session():
+        first, second = loop.decode()
+        new = loop.resume(first, Request((50, 51, *first.ids), first.request.key, 6))
+        full = loop.resume(second, Request((*second.prompt, *second.ids, *range(60, 80)), second.request.key))
+        assert (full.stop, full.ids, second.held) == ("length", [], False)
+        assert list(loop.decode()) == [new]
+        assert new.ids == alone(p.model, new.prompt, 6)
+
+
+def test_rows_wait_while_held_ones_have_all_the_places():
+    p = policy(dense(), tokenizer(), lora=None)
+    loop = Loop(p.model, p.head, requests(RAGGED, limits=[2, 3, 2, 2]), replace(GREEDY, holds=True), max_rows=2)
+    with loop.session():
+        first, second = loop.decode()
+        assert list(loop.decode()) == []
+        first.held = False
+        assert len(list(loop.decode())) == 1
+        second.held = False
+        assert len(list(loop.decode())) == 1
+    assert [row.ids for row in loop.ordered] == [
+        alone(p.model, prompt, limit) for prompt, limit in zip(RAGGED, [2, 3, 2, 2], strict=True)
+    ]

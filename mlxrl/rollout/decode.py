@@ -1,170 +1,241 @@
-"""The batched decode loop: many rows of many prompts, each until its own stop token.
+"""The batched decode loop: many rows of many prompts, each until its own stop.
 
-A distinct prompt is prefilled once, at batch 1, and its caches are tiled. Rows that have stopped are dropped in
-lumps. The next step is enqueued before the last one is read back, so the device does not wait for Python.
+A distinct prompt is prefilled once, at batch 1, and its caches are given to all its rows. A row that has ended
+leaves its slot to the next; when none is left to come, rows are dropped in lumps. The next step is enqueued before
+the last one is read back, so the device does not wait for Python.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 import mlx.core as mx
 
 from mlxrl.policy.head import Head
-from mlxrl.rollout.sampling import sample
-from mlxrl.types import Sampling, Stop
+from mlxrl.rollout.batch import Batch
+from mlxrl.rollout.engine import Subject
+from mlxrl.rollout.equals import Equals
+from mlxrl.rollout.fused import fused
+from mlxrl.rollout.prefill import Filled, context_of
+from mlxrl.rollout.row import Request, Row, Text
+from mlxrl.rollout.rules import Processor, Rules, State
+from mlxrl.rollout.serve import Service, service_of
+from mlxrl.rollout.slots import Slots
 
-DEAD_FRACTION = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A row to decode: the ids of its prompt, and its key, [2] uint32."""
-
-    prompt: tuple[int, ...]
-    key: mx.array
-
-
-@dataclass(slots=True)
-class Completion:
-    """What a row was given: ids with the stop token, their float32 log-probs in nats, and why it ended."""
-
-    ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    stop: Stop | None = None
+JOIN = 0.125  # share of slots that are free before others are prefilled
 
 
-@dataclass(slots=True)
-class Batch:
-    """The rows that decode together: who they are, their caches, and their last tokens and keys."""
-
-    rows: list[Completion]
-    caches: list[Any]
-    tokens: mx.array
-    logprobs: mx.array
-    keys: mx.array
-
-    def keep(self, places: list[int]) -> None:
-        """Drop every row but those at `places`."""
-        index = mx.array(places)
-        self.rows = [self.rows[place] for place in places]
-        for cache in self.caches:
-            cache.filter(index)
-        self.tokens, self.logprobs, self.keys = self.tokens[index], self.logprobs[index], self.keys[index]
-
-    def live(self) -> list[int]:
-        """Places of the rows that have not stopped."""
-        return [place for place, row in enumerate(self.rows) if row.stop is None]
+def decode(model: Any, head: Head, requests: Sequence[Request], rules: Rules, **options: Any) -> list[Row]:
+    """Decode every request until it stops, with the options of `Loop`; returns a row for each, in their order."""
+    loop = Loop(model, head, requests, rules, **options)
+    for _ in loop.run():
+        pass
+    return loop.ordered
 
 
-def decode(
-    model: Any,
-    head: Head,
-    requests: Sequence[Request],
-    sampling: Sampling,
-    stops: frozenset[int],
-    *,
-    max_rows: int = 32,
-    prefill_chunk: int = 2048,
-) -> list[Completion]:
-    """Decode every request until a stop token or `sampling.max_tokens`, at most `max_rows` at a time.
+class Loop:
+    """Rows on their way from the queue through their places.
 
-    Args:
-        stops: token ids that end a row; the one that did is kept.
-        prefill_chunk: prompt tokens in one forward.
-    Returns:
-        a Completion for every request, in their order.
+    ordered: every row, in the order of the requests; queue: those that have not begun, prompt by prompt;
+    unread: what was drawn, and for whom, and not read back yet.
     """
-    completions = [Completion() for _ in requests]
-    for start in range(0, len(requests), max_rows):
-        wave = slice(start, start + max_rows)
-        batch = _start(model, head, requests[wave], completions[wave], sampling, prefill_chunk)
-        _finish(model, head, batch, sampling, stops)
-    return completions
 
+    def __init__(
+        self,
+        model: Any,
+        head: Head,
+        requests: Sequence[Request],
+        rules: Rules,
+        *,
+        text: Text | None = None,
+        processors: Sequence[Processor] = (),
+        max_rows: int = 32,
+        prefill_chunk: int = 2048,
+        compiled: bool = True,
+        service: Service | None = None,
+    ) -> None:
+        """Take requests.
 
-def _start(
-    model: Any,
-    head: Head,
-    requests: Sequence[Request],
-    rows: list[Completion],
-    sampling: Sampling,
-    chunk: int,
-) -> Batch:
-    """Prefill the distinct prompts, tile their caches to the rows, and draw every row's first token."""
-    prompts = list(dict.fromkeys(request.prompt for request in requests))
-    filled = [prefill(model, head, prompt, chunk) for prompt in prompts]
-    owners = mx.array([prompts.index(request.prompt) for request in requests])
-    caches = [merged(layer) for layer in zip(*(caches for caches, _ in filled), strict=True)]
-    for cache in caches:
-        cache.filter(owners)
-    logits = mx.concatenate([logits for _, logits in filled])[owners]
-    keys = mx.stack([request.key for request in requests])
-    return Batch(rows, caches, *sample(logits, keys, sampling))
+        Args:
+            text: makes text of ids, special tokens written out, for stop strings.
+            processors: mlx-lm's logits processors, called with a row's tokens [T] and logits [1, V].
+            max_rows: rows that decode together.
+            prefill_chunk: prompt tokens in one forward.
+            compiled: whether a step may be compiled; False saves the compilation where little is decoded.
+            service: how the model's rows are held; None finds out.
+        """
+        if max_rows < 1 or prefill_chunk < 1:
+            counts = f"{max_rows} and {prefill_chunk}"
+            raise ValueError(f"rollout: max_rows and prefill_chunk: wanted at least 1, got {counts}")
+        self.model, self.head, self.compiled = model, head, compiled
+        self.rules, self.text, self.processors = rules, text, processors
+        self.chunk, self.service = prefill_chunk, service or service_of(model, head)
+        self.most = 1 if self.service == "single" else max_rows
+        self.ordered = [self._row(request) for request in requests]
+        self.hopeless = [row for row in self.ordered if row.stop is not None]
+        places = {request.prompt: place for place, request in reversed(list(enumerate(requests)))}
+        waiting = [row for row in self.ordered if row.stop is None]
+        self.queue = deque(sorted(waiting, key=lambda row: places[row.prompt]))
+        self.resumed: list[tuple[Row, Row]] = []
+        self.filled: dict[tuple[int, ...], Filled] = {}
+        self.unread: list[tuple[list[Row | None], State]] = []
+        self.batch = self._places(0)
 
+    def _row(self, request: Request) -> Row:
+        """A row with the tokens it may draw: a prompt that fills the context may draw none, and has ended."""
+        limits = [self.rules.sampling.max_tokens, request.limit]
+        if (context := context_of(self.model)) is not None:
+            limits.append(context - len(request.prompt))
+        limit = min(limit for limit in limits if limit is not None)
+        held = self.rules.holds and self.service == "slots"  # others cannot be gone on with
+        return Row(request, limit, stop="length" if limit <= 0 else None, held=held)
 
-def prefill(model: Any, head: Head, prompt: Sequence[int], chunk: int) -> tuple[list[Any], mx.array]:
-    """Caches filled with a prompt, and the logits [1, V] that follow it."""
-    from mlx_lm.models.cache import make_prompt_cache
+    def run(self) -> Generator[Row]:
+        """Decode to the end; rows come out as they end."""
+        with self.session():
+            yield from self.decode()
 
-    caches = make_prompt_cache(model)
-    hidden = None
-    for start in range(0, len(prompt), chunk):
-        hidden = head.trunk(mx.array([prompt[start : start + chunk]]), caches)
-        mx.eval([cache.state for cache in caches])  # bounds the memory of a long prompt to a chunk's
-    assert hidden is not None
-    return caches, head.project(hidden[:, -1])
+    @contextmanager
+    def session(self) -> Generator[None]:
+        """The span in which rows may be decoded, and gone on with: the model's adapters are fused, caches are kept."""
+        try:
+            with fused(self.model) as products:
+                self.subject = Subject(self.model, self.head, products, self.compiled)
+                yield
+        finally:
+            self.batch, self.unread = self._places(0), []
+            self.filled.clear()
+            mx.clear_cache()  # the next pass needs buffers of other sizes
 
+    def decode(self) -> Generator[Row]:
+        """Decode inside a session until no row draws; rows come out as they end.
 
-def merged(caches: Sequence[Any]) -> Any:
-    """One batched cache of several single ones of the same layer."""
-    kind = type(caches[0])
-    if not hasattr(kind, "merge"):
-        raise ValueError(f"rollout: a {kind.__name__} cannot be batched; this model is not supported")
-    return kind.merge(list(caches))
+        Rows may be left in the queue, where held rows have all the places.
+        """
+        yield from self.hopeless
+        self.hopeless = []
+        while True:
+            self.fill()
+            launched = self.launch()
+            if not launched and not self.unread:
+                return
+            unread, self.unread = self.unread, launched
+            for rows, out in unread:
+                yield from self.read(rows, out)
+            if not self.queue:  # nobody waits for the places
+                self.batch.drop()
 
+    def _places(self, count: int) -> Batch:
+        caches = Slots(count) if self.service == "slots" else Equals(count)
+        return Batch(caches, self.rules, self.rules.looks_back or bool(self.processors))
 
-def _finish(model: Any, head: Head, batch: Batch, sampling: Sampling, stops: frozenset[int]) -> None:
-    """Decode until every row has stopped."""
-    while batch.rows:
-        tokens, logprobs = batch.tokens, batch.logprobs
-        length = 1 + max(len(row.ids) for row in batch.rows)
-        if length < sampling.max_tokens:
-            _step(model, head, batch, sampling)
-            mx.async_eval(batch.tokens, batch.logprobs, batch.keys)
-        _record(batch.rows, tokens.tolist(), logprobs.tolist(), sampling.max_tokens, stops)
-        live = batch.live()
-        if not live:
+    def resume(self, row: Row, request: Request) -> Row:
+        """Go on behind a held row with a request whose prompt begins with the row's own tokens; returns the new row.
+
+        Only what is new of the prompt is run, in one forward with what is new to others. A prompt that does not begin
+        so is prefilled as a whole.
+        """
+        new = self._row(request)
+        known = (*row.prompt, *row.ids)
+        more = request.prompt[: len(known)] == known and new.start > row.cached
+        if new.stop is None and row.held and row.ids and more:
+            self.resumed.append((row, new))
+        else:
+            row.held = False
+            if new.stop is None:
+                self.queue.append(new)
+        return new
+
+    def fill(self) -> None:
+        """Let resumed rows go on; give free places to rows from the queue, when enough are free."""
+        if self.resumed:
+            self._extend()
+        taken = set(self.batch.taken())
+        if not self.queue or (taken and not self.batch.caches.joins):
             return
-        if len(live) <= (1 - DEAD_FRACTION) * len(batch.rows):
-            batch.keep(live)
+        if not taken:
+            self._open()
+        free = [place for place in range(len(self.batch.rows)) if place not in taken]
+        if taken and len(free) < JOIN * len(self.batch.rows):
+            return
+        joining = [self.queue.popleft() for _ in free[: len(self.queue)]]
+        self._join(free[: len(joining)], joining)
 
+    def _open(self) -> None:
+        """Make places: for as many rows as may be, or for those of one length at the head of the queue."""
+        count = min(self.most, len(self.queue))
+        if self.service != "slots":
+            length = self.queue[0].start
+            chosen = [row for row in self.queue if row.start == length][: self.most]
+            self.queue = deque(chosen + [row for row in self.queue if row not in chosen])
+            count = len(chosen)
+        if self.service != "slots" or len(self.batch.rows) < count:
+            self.batch = self._places(count)
 
-def _step(model: Any, head: Head, batch: Batch, sampling: Sampling) -> None:
-    logits = head.project(head.trunk(batch.tokens[:, None], batch.caches)[:, -1])
-    batch.tokens, batch.logprobs, batch.keys = sample(logits, batch.keys, sampling)
+    def _extend(self) -> None:
+        """Feed resumed rows what is new to them, `chunk` tokens a forward, and draw their next tokens."""
+        pairs, self.resumed = self.resumed, []
+        places = [self.batch.rows.index(row) for row, _ in pairs]
+        rows = [new for _, new in pairs]
+        held = [row.cached for row, _ in pairs]
+        width = min(max(new.start - length for new, length in zip(rows, held, strict=True)), self.chunk)
+        self.batch.room(max(row.start for row in rows) + width + 1)
+        logits: dict[int, mx.array] = {}
+        assert isinstance(self.batch.caches, Slots)
+        while left := [i for i, row in enumerate(rows) if held[i] < row.start]:
+            fed = [rows[i].prompt[held[i] : held[i] + self.chunk] for i in left]
+            ends = self.subject.extend(self.batch.caches, [places[i] for i in left], [held[i] for i in left], fed)
+            for i, tokens, end in zip(left, fed, ends, strict=True):
+                held[i] += len(tokens)
+                logits[i] = end
+        out = self.batch.begin(places, rows, mx.stack([logits[i] for i in range(len(rows))]), self.processors)
+        self.unread.append((list(rows), out))
 
+    def _join(self, places: list[int], rows: list[Row]) -> None:
+        """Prefill the distinct prompts of rows, give the rows their places, and draw their first tokens."""
+        self.batch.room(max(row.start for row in rows) + 2)
+        waiting = {row.prompt for row in self.queue}
+        logits: list[mx.array] = []
+        for prompt in dict.fromkeys(row.prompt for row in rows):
+            taken = [place for place, row in zip(places, rows, strict=True) if row.prompt == prompt]
+            filled = self.filled.pop(prompt, None) or self.subject.prefill(prompt, self.chunk)
+            if prompt in waiting:
+                self.filled[prompt] = filled
+            self.batch.caches.place(taken, filled.caches)
+            logits += [filled.logits] * len(taken)
+        out = self.batch.begin(places, rows, mx.concatenate(logits), self.processors)
+        self.unread.append((list(rows), out))
 
-def _record(
-    rows: Sequence[Completion],
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    max_tokens: int,
-    stops: frozenset[int],
-) -> None:
-    """Give every live row its token. A row whose logits are not finite ends as an error, its token is not kept."""
-    for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-        if row.stop is not None:
-            continue
-        if not math.isfinite(logprob):
-            row.stop = "error"
-            continue
-        row.ids.append(token)
-        row.logprobs.append(logprob)
-        if token in stops:
-            row.stop = "eos"
-        elif len(row.ids) >= max_tokens:
-            row.stop = "length"
+    def launch(self) -> list[tuple[list[Row | None], State]]:
+        """Enqueue a step, if a row wants a token."""
+        batch, longest = self.batch, 0
+        for row in batch.rows:
+            if row is not None and row.stop is None and row.drawn < row.limit:
+                row.drawn += 1
+                longest = max(longest, row.start + row.drawn)
+        if not longest:
+            return []
+        batch.room(longest + 1)  # the history also takes what is drawn
+        batch.state, out = self.subject.step(batch.caches, batch.state, self.rules, self.processors)
+        mx.async_eval(out, batch.state, batch.caches.arrays)
+        return [(list(batch.rows), out)]
+
+    def read(self, rows: Sequence[Row | None], out: State) -> list[Row]:
+        """Read back what was drawn; returns the rows that it ended."""
+        read: dict[str, Any] = {name: array.tolist() for name, array in out.items()}
+        more = len(read) > 2  # than tokens and log-probs
+        ended: list[Row] = []
+        for place, (row, token, logprob) in enumerate(zip(rows, read["tokens"], read["logprobs"], strict=True)):
+            if row is None or row.stop is not None:
+                continue
+            if more and isfinite(logprob):
+                row.note({name: values[place] for name, values in read.items()})
+            if row.take(token, logprob, self.rules, self.text):
+                ended.append(row)
+        if ended and self.rules.sampling.stop_strings:
+            self.batch.end()
+        return ended

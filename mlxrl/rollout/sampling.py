@@ -1,6 +1,10 @@
-"""Drawing a token for every row, and the log-prob of what was drawn."""
+"""Drawing a token for every row, and the log-prob of what was drawn. Letters: B rows, V vocabulary, K candidates."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -18,41 +22,127 @@ def key_of(seed: int, step: int) -> mx.array:
     return mx.random.split(mx.array([seed % 2**32, step % 2**32], mx.uint32))[0]
 
 
-def sample(logits: mx.array, keys: mx.array, sampling: Sampling) -> tuple[mx.array, mx.array, mx.array]:
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was drawn for B rows. Log-probs are of softmax(logits / temperature) before any filter, float32, nats.
+
+    tokens: [B] int32; logprobs: [B]; keys: [B, 2], of the next step;
+    truncated: [B] float32, the probability that filters took away, None where there are none;
+    candidates: the ids [B, K] int32 and log-probs [B, K] of the K likeliest tokens, None where none were asked for.
+    """
+
+    tokens: mx.array
+    logprobs: mx.array
+    keys: mx.array
+    truncated: mx.array | None = None
+    candidates: tuple[mx.array, mx.array] | None = None
+
+
+def sample(
+    logits: mx.array,
+    keys: mx.array,
+    sampling: Sampling,
+    *,
+    scores: mx.array | None = None,
+    forced: mx.array | None = None,
+) -> Sampled:
     """Draw a token for every row with a key of its own.
 
     Args:
         logits: [B, V], any dtype; keys: [B, 2] uint32.
-    Returns:
-        tokens [B] int32; their log-probs [B] float32, of softmax(logits / temperature) before any filter;
-        the keys of the next step [B, 2].
+        scores: [B, V], the logits that penalties or bans have made of them, to draw from; None for the same.
+        forced: [B] int32, the token that a row must take, below 0 where it may choose.
     """
-    logits = logits.astype(mx.float32)
-    if sampling.temperature not in (0.0, 1.0):
-        logits = logits / sampling.temperature
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logits = _tempered(logits, sampling)
+    masses, peak = _masses(logits)
+    total = masses.sum(axis=-1).sum(axis=-1)
+    truncated = None
+    drawable = masses
+    if scores is not None or sampling.filters:
+        scores = _filtered(logits if scores is None else _tempered(scores, sampling), sampling)
+        drawable = _masses(scores)[0]
+        kept = mx.where(_blocks(scores) > -mx.inf, masses, 0)
+        truncated = mx.maximum(1 - kept.sum(axis=-1).sum(axis=-1) / total, 0)
     if sampling.temperature == 0:
-        tokens = mx.argmax(logprobs, axis=-1)
+        tokens = mx.argmax(logits if scores is None else scores, axis=-1)
     else:
-        pairs = mx.vmap(mx.random.split)(keys)
-        keys = pairs[:, 0]
-        tokens = mx.vmap(_categorical)(_filtered(logprobs, sampling), pairs[:, 1])
+        tokens, keys = _drawn(drawable, keys)
     tokens = tokens.astype(mx.int32)
-    return tokens, mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], keys
+    if forced is not None:
+        tokens = mx.where(forced >= 0, forced, tokens)
+    normaliser = peak + mx.log(total)[:, None]
+    logprobs = (mx.take_along_axis(logits, tokens[:, None], axis=-1) - normaliser)[:, 0]
+    best = _best(logits, normaliser, sampling.candidates) if sampling.candidates else None
+    return Sampled(tokens, logprobs, keys, truncated, best)
 
 
-def _categorical(logits: mx.array, key: mx.array) -> mx.array:
-    return mx.random.categorical(logits, key=key)
+def _tempered(logits: mx.array, sampling: Sampling) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits if sampling.softmax_temperature == 1 else logits / sampling.softmax_temperature
 
 
-def _filtered(logprobs: mx.array, sampling: Sampling) -> mx.array:
-    """Drop unlikely tokens: top-k, then top-p, then min-p. The likeliest always stays."""
-    from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+def _masses(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """exp(logits - peak) in blocks, [B, V / K, K], and the peak [B, 1].
 
-    if 0 < sampling.top_k < logprobs.shape[-1]:
-        logprobs = apply_top_k(logprobs, sampling.top_k)
+    As a power of two, because MLX's `exp` takes three times as long on x86.
+    """
+    peak = logits.max(axis=-1, keepdims=True)
+    return _blocks(mx.power(2.0, (logits - peak) * math.log2(math.e)), fill=0.0), peak
+
+
+def _blocks(values: mx.array, fill: float = -math.inf) -> mx.array:
+    """[B, V] as [B, V / K, K]."""
+    size = _block(values.shape[-1])
+    if rest := -values.shape[-1] % size:
+        values = mx.pad(values, [(0, 0), (0, rest)], constant_values=fill)
+    return values.reshape(values.shape[0], -1, size)
+
+
+@lru_cache
+def _block(vocabulary: int) -> int:
+    """The size of a block: the divisor of the vocabulary that is nearest its root, where there is one about it."""
+    root = math.isqrt(vocabulary)
+    near = sorted(range(max(root // 4, 1), 4 * root + 1), key=lambda size: abs(math.log(size / root)))
+    return next((size for size in near if vocabulary % size == 0), root)
+
+
+def _drawn(masses: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
+    """Draw a block, then a token of it, with a uniform number each: exact, and two numbers a row instead of V."""
+    split = mx.vmap(mx.random.split)(keys)
+    uniform = (split[:, 1] >> 8).astype(mx.float32) * 2.0**-24
+    block = _pick(masses.sum(axis=-1), uniform[:, :1])
+    token = _pick(mx.take_along_axis(masses, block[:, None, None], axis=1)[:, 0], uniform[:, 1:])
+    return block * masses.shape[-1] + token, split[:, 0]
+
+
+def _pick(masses: mx.array, uniform: mx.array) -> mx.array:
+    """The first place whose running sum exceeds the share `uniform` [B, 1] of the whole; never one without mass."""
+    running = mx.cumsum(masses, axis=-1)
+    beyond = running > uniform * running[:, -1:]
+    return mx.argmax(mx.where(masses > 0, 1 + beyond.astype(mx.int32), 0), axis=-1)
+
+
+def _filtered(logits: mx.array, sampling: Sampling) -> mx.array:
+    """Drop unlikely tokens: top-k, then top-p of what is left, then min-p. The likeliest always stays; so do ties."""
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = mx.topk(logits, sampling.top_k, axis=-1).min(axis=-1, keepdims=True)
+        logits = mx.where(logits < least, -mx.inf, logits)
     if sampling.top_p < 1:
-        logprobs = apply_top_p(logprobs, sampling.top_p)
+        rising = mx.sort(logits, axis=-1)
+        above = mx.cumsum(mx.softmax(rising, axis=-1), axis=-1, reverse=True, inclusive=False)
+        dropped = (above >= sampling.top_p).sum(axis=-1, keepdims=True)
+        logits = mx.where(logits < mx.take_along_axis(rising, dropped, axis=-1), -mx.inf, logits)
     if sampling.min_p > 0:
-        logprobs = apply_min_p(logprobs, sampling.min_p)
-    return logprobs
+        least = logits.max(axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = mx.where(logits < least, -mx.inf, logits)
+    return logits
+
+
+def _best(logits: mx.array, normaliser: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """Ids and log-probs [B, K] of the likeliest tokens, the likeliest first."""
+    count = min(count, logits.shape[-1])
+    ids = mx.argpartition(-logits, kth=count - 1, axis=-1)[:, :count]
+    values = mx.take_along_axis(logits, ids, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    ids = mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)
+    return ids, mx.take_along_axis(values, order, axis=-1) - normaliser

@@ -1,0 +1,331 @@
+"""Rollouts against mlx-lm's own ways of batching, interleaved in one run.
+
+    LD_PRELOAD=libopenblas.so.0 python benchmarks/rollout.py --model SmolLM2-135M-Instruct.gguf --repeats 3
+
+Cases: (a) the model in float32, 4 prompts x 8 attempts, temperature 1, 64 new tokens; (b) a tiny dense model, which
+shows what the host costs, 32 rows; (c) the model and the prompts of (a), 16 attempts each in 32 places, every row
+stopped after 8 to 64 tokens; (d) a tiny hybrid model, 16 rows, and its prefill of 256 tokens. Engines: `mlxrl`;
+`batch_generate`, given every row's prompt; `BatchGenerator`, given caches of prompts that were prefilled once, all
+rows at a time. No engine stops at a token, so all make the same number of tokens, with log-probs read back.
+
+Writes benchmarks/results/NAME.json: seconds of every run, tokens a second of the median, and forwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from machine import machine
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from mlx_lm.generate import BatchGenerator, batch_generate  # noqa: E402
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+from mlx_lm.sample_utils import make_sampler  # noqa: E402
+from models import dense, hybrid, tokenizer  # noqa: E402
+
+from mlxrl.policy.adapters import LoRA  # noqa: E402
+from mlxrl.policy.load import Policy, load, policy  # noqa: E402
+from mlxrl.rollout.decode import Loop, decode  # noqa: E402
+from mlxrl.rollout.engine import Subject  # noqa: E402
+from mlxrl.rollout.episodes import row_keys  # noqa: E402
+from mlxrl.rollout.fused import fused  # noqa: E402
+from mlxrl.rollout.prefill import prefill  # noqa: E402
+from mlxrl.rollout.row import Request  # noqa: E402
+from mlxrl.rollout.rules import Rules, draw  # noqa: E402
+from mlxrl.rollout.sampling import key_of  # noqa: E402
+from mlxrl.types import Sampling  # noqa: E402
+
+QUESTIONS = (
+    "What is 3 + 4?", "Name three colours of the rainbow.", "Write one line about the sea and the wind.", "Why?",
+)  # fmt: skip
+PLACES = 32
+
+
+class Endless:
+    """A tokenizer that knows of no stop."""
+
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, inner: Any) -> None:
+        self.decode = inner.decode
+
+
+class Work:
+    """Rows to decode: a model, a prompt for every row, and the tokens it makes."""
+
+    def __init__(self, subject: Policy, prompts: list[tuple[int, ...]], attempts: int, limits: list[int]) -> None:
+        self.subject, self.limits = subject, limits
+        self.prompts = [prompt for prompt in prompts for _ in range(attempts)]
+        keys = row_keys(key_of(0, 0), len(prompts), attempts)
+        rows = zip(self.prompts, keys, limits, strict=True)
+        self.requests = [Request(prompt, key, limit) for prompt, key, limit in rows]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(self.limits)
+
+    def mlxrl(self) -> int:
+        """This library's loop."""
+        rules = Rules(Sampling(max_tokens=max(self.limits)))
+        return sum(len(row.ids) for row in decode(self.subject.model, self.subject.head, self.requests, rules))
+
+    def batch_generate(self) -> int:
+        """mlx-lm's function, given every row's prompt."""
+        made = batch_generate(
+            self.subject.model, Endless(self.subject.tokenizer), [list(prompt) for prompt in self.prompts],
+            max_tokens=self.limits, sampler=make_sampler(1.0), return_token_ids=True, return_logprobs=True,
+            completion_batch_size=PLACES,
+        )  # fmt: skip
+        assert made.token_ids is not None
+        return sum(map(len, made.token_ids))
+
+    def prefilled(self) -> int:
+        """mlx-lm's BatchGenerator at its best: a prompt prefilled once, its caches copied, all rows at a time."""
+        generator = BatchGenerator(
+            self.subject.model, sampler=make_sampler(1.0), completion_batch_size=PLACES, prefill_batch_size=PLACES
+        )
+        filled: dict[tuple[int, ...], Any] = {}
+        for prompt in dict.fromkeys(self.prompts):
+            filled[prompt] = make_prompt_cache(self.subject.model)
+            self.subject.head.trunk(mx.array([prompt[:-1]]), filled[prompt])
+            mx.eval([cache.state for cache in filled[prompt]])
+        caches = [copy.deepcopy(filled[prompt]) for prompt in self.prompts]
+        generator.insert([[prompt[-1]] for prompt in self.prompts], self.limits, caches=caches)
+        made = 0
+        while responses := generator.next_generated():
+            for response in responses:
+                response.logprobs[response.token].item()
+                made += 1
+        generator.close()
+        return made
+
+
+def interleaved(work: Work, engines: tuple[str, ...], repeats: int) -> dict[str, Any]:
+    """Run every engine in turn, `repeats` times over, after a run of each that does not count."""
+    runs: dict[str, list[tuple[float, float]]] = {engine: [] for engine in engines}
+    for repeat in range(repeats + 1):
+        for engine in engines:
+            wall, processor = time.perf_counter(), time.process_time()
+            made = getattr(work, engine)()
+            spent = time.perf_counter() - wall, time.process_time() - processor
+            assert made == work.tokens, f"{engine} made {made} tokens, not {work.tokens}"
+            print(f"  {engine:15s} {spent[0]:7.2f} s  {spent[1]:7.2f} s of processors", file=sys.stderr)
+            if repeat:
+                runs[engine].append(spent)
+    result: dict[str, Any] = {"rows": len(work.limits), "tokens": work.tokens, "engines": {}}
+    for engine, spent in runs.items():
+        seconds = [wall for wall, _ in spent]
+        result["engines"][engine] = {
+            "seconds": [round(value, 3) for value in seconds],
+            "processor_seconds": [round(value, 3) for _, value in spent],
+            "tokens_per_second": round(work.tokens / statistics.median(seconds), 1),
+        }
+    mine = result["engines"]["mlxrl"]
+    result["times"] = {  # medians of the ratios of neighbouring runs: what disturbs the machine disturbs both
+        engine: {
+            name: round(statistics.median(b / a for a, b in zip(mine[name], other[name], strict=True)), 2)
+            for name in ("seconds", "processor_seconds")
+        }
+        for engine, other in result["engines"].items()
+        if engine != "mlxrl"
+    }
+    return result
+
+
+def forwards(work: Work) -> dict[str, Any]:
+    """Forwards of this library's loop and of `batch_generate`, by their shapes [rows, tokens]."""
+    counts: dict[str, Any] = {}
+    for engine in ("mlxrl", "batch_generate"):
+        shapes: list[list[int]] = []
+        with counted(work.subject.model, shapes):
+            if engine == "mlxrl":
+                rules = Rules(Sampling(max_tokens=max(work.limits)))
+                decode(work.subject.model, work.subject.head, work.requests, rules, compiled=False)
+            else:
+                work.batch_generate()
+        steps = [rows for rows, tokens in shapes if tokens == 1]
+        counts[engine] = {
+            "prefills": len(shapes) - len(steps),
+            "prefilled_tokens": sum(rows * tokens for rows, tokens in shapes if tokens > 1),
+            "steps": len(steps),
+            "decoded_tokens": sum(steps),
+        }
+    return {"distinct_prompts": len(set(work.prompts)), "needed_tokens": work.tokens, **counts}
+
+
+@contextmanager
+def counted(model: Any, shapes: list[list[int]]) -> Generator[None]:
+    """Note the shape of every forward of a model's body."""
+    body = getattr(model, "language_model", model).model
+    kind = type(body)
+    original = kind.__call__
+
+    def call(self: Any, inputs: mx.array, *arguments: Any, **options: Any) -> mx.array:
+        if self is body:
+            shapes.append(list(inputs.shape))
+        return original(self, inputs, *arguments, **options)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original
+
+
+VIEWS = ("Broadcast", "Unflatten", "Flatten", "ExpandDims", "Squeeze", "Transpose", "Reshape", "Slice", "Split")
+
+
+def step_costs(work: Work, steps: int = 10) -> dict[str, Any]:
+    """What a step of all rows costs: kernels in its graph, milliseconds of the host's thread, and of its parts."""
+    model, head = work.subject.model, work.subject.head
+    costs: dict[str, Any] = {"rows": len(work.requests)}
+    for name in ("compiled", "eager"):
+        loop = Loop(model, head, work.requests, Rules(Sampling(max_tokens=64)), compiled=name == "compiled")
+        with fused(model) as products:
+            loop.subject = Subject(model, head, products, name == "compiled")
+            loop.fill()
+            host = [_advance(loop) for _ in range(steps)]
+            state, out = loop.subject.step(loop.batch.caches, loop.batch.state, loop.rules)
+            kernels = _kernels([*out.values(), *state.values(), *loop.batch.caches.arrays])
+            costs[name] = {"kernels": kernels, "host_milliseconds": round(1e3 * min(host), 2)}
+            costs["parts"] = _parts(loop)
+    return costs
+
+
+def _advance(loop: Loop) -> float:
+    """One turn of the loop; seconds of this thread for enqueueing the step."""
+    since = time.thread_time()
+    launched = loop.launch()
+    spent = time.thread_time() - since
+    for rows, out in loop.unread:
+        loop.read(rows, out)
+    loop.unread = launched
+    return spent
+
+
+def _parts(loop: Loop) -> dict[str, float]:
+    """Milliseconds of the trunk, the head and the draw, each waited for; the best of five."""
+    head, best = loop.subject.head, {"trunk": math.inf, "head": math.inf, "draw": math.inf}
+    for _ in range(5):
+        clock = time.perf_counter()
+        given = loop.batch.caches.caches(loop.batch.state["lengths"])
+        hidden = head.trunk(loop.batch.state["tokens"][:, None], given)
+        mx.eval(hidden)
+        trunk = time.perf_counter()
+        logits = head.project(hidden[:, -1])
+        mx.eval(logits)
+        projected = time.perf_counter()
+        mx.eval(draw(logits, loop.batch.state, loop.rules))
+        spent = {"trunk": trunk - clock, "head": projected - trunk, "draw": time.perf_counter() - projected}
+        best = {part: min(best[part], seconds) for part, seconds in spent.items()}
+    return {part: round(1e3 * seconds, 1) for part, seconds in best.items()}
+
+
+def _kernels(arrays: list[mx.array]) -> int:
+    """Primitives in a graph that is not evaluated yet, those that only view an array left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.dot"
+        mx.export_to_dot(str(path), *arrays)
+        names = re.findall(r'label ="([A-Za-z]+)', path.read_text(encoding="utf-8"))
+    return sum(name not in VIEWS for name in names)
+
+
+def hybrid_prefill(subject: Policy, tokens: int, repeats: int) -> dict[str, Any]:
+    """Seconds of the prefill of a long prompt, by chunks as here and by mlx-lm's loop over tokens."""
+    prompt = tuple(9 + i % 300 for i in range(tokens))
+    seconds: dict[str, list[float]] = {"mlxrl": [], "loop": []}
+    for repeat in range(repeats + 1):
+        for engine in seconds:
+            since = time.perf_counter()
+            if engine == "mlxrl":
+                mx.eval(prefill(subject.model, subject.head, prompt, 2048).logits)
+            else:
+                caches = make_prompt_cache(subject.model)
+                mx.eval(subject.model(mx.array([prompt]), cache=caches)[:, -1], [cache.state for cache in caches])
+            if repeat:
+                seconds[engine].append(round(time.perf_counter() - since, 4))
+    ratio = statistics.median(b / a for a, b in zip(*seconds.values(), strict=True))
+    return {"tokens": tokens, "seconds": seconds, "times": round(ratio, 2)}
+
+
+def spread(low: int, high: int, count: int) -> list[int]:
+    """So many lengths from low to high, all equally likely, in an order without pattern."""
+    return [low + (37 * i) % (high - low + 1) for i in range(count)]
+
+
+def cases(model: str | None, names: list[str], repeats: int, tokens: int) -> dict[str, Any]:
+    """Run the cases that were asked for."""
+    made: dict[str, Any] = {}
+    if {"a", "c"} & set(names):
+        if model is None:
+            raise SystemExit("cases a and c: wanted --model or MLXRL_SMOLLM2, the path of a .gguf file")
+        subject = load(model, dtype="float32", lora=LoRA())
+        chat = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        prompts = [tuple(subject.tokenizer.apply_chat_template(m, add_generation_prompt=True)) for m in chat]
+        if "a" in names:
+            work = Work(subject, prompts, 8, [tokens] * 32)
+            made["a"] = interleaved(work, ("mlxrl", "prefilled", "batch_generate"), repeats)
+            made["a"] |= {"step": step_costs(work)}
+        if "c" in names:
+            work = Work(subject, prompts, 16, spread(8, tokens, 64))
+            made["c"] = interleaved(work, ("mlxrl", "prefilled"), repeats)
+    short = [tuple(range(20, 20 + n)) for n in (12, 9, 15, 7)]
+    for name, maker, attempts in (("b", dense, 8), ("d", hybrid, 4)):
+        if name in names:
+            work = Work(policy(maker(), tokenizer(), lora=LoRA()), short, attempts, [64] * (4 * attempts))
+            made[name] = interleaved(work, ("mlxrl", "prefilled"), 3 * repeats)
+            made[name] |= {"forwards": forwards(work), "step": step_costs(work)}
+    if "d" in names:
+        subject = policy(hybrid(), tokenizer(), lora=LoRA())
+        made["d"]["prefill"] = hybrid_prefill(subject, 256, repeats)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=os.environ.get("MLXRL_SMOLLM2"), help="the .gguf file of cases a and c")
+    parser.add_argument("--cases", nargs="+", default=["a", "b", "c", "d"], choices=["a", "b", "c", "d"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a row of cases a and c, at most")
+    parser.add_argument("--name", default="rollout")
+    arguments = parser.parse_args()
+    made = cases(arguments.model, arguments.cases, arguments.repeats, arguments.tokens)
+    results = {"machine": machine(), "repeats": arguments.repeats, "cases": made}
+    path = ROOT / "benchmarks" / "results" / f"{arguments.name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(table(made))
+
+
+def table(made: dict[str, Any]) -> str:
+    """Tokens a second, and how many times those of the others, as Markdown."""
+    lines = ["| case | engine | tokens/s | mlxrl is faster, wall clock | processor time |", "|---|---|---|---|---|"]
+    for name, case in made.items():
+        for engine, numbers in case["engines"].items():
+            times = case["times"].get(engine, {"seconds": "", "processor_seconds": ""})
+            lines.append(
+                f"| {name} | {engine} | {numbers['tokens_per_second']} | {times['seconds']} "
+                f"| {times['processor_seconds']} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
