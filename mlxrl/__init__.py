@@ -1,7 +1,8 @@
 """mlxrl: reinforcement-learning post-training of language models on MLX.
 
-The names below are the library; `examples/loop.py` is a training run written with them. Each is imported when it is
-first asked for, so that `mlxrl --help` loads no numpy and a machine without MLX's backend can be told so.
+The names below are the library; `examples/loop.py` is a training run written with them. More recipes, and the pieces
+that all are made of, are in `mlxrl.algo`. Each name is imported when it is first asked for, so that `mlxrl --help` loads
+no numpy and a machine without MLX's backend can be told so.
 """
 
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlxrl import algo, rewards
-    from mlxrl.algo.recipes import dr_grpo, grpo, rloo
+    from mlxrl.algo.recipes import cispo, dapo, dr_grpo, grpo, gspo, opd, rloo
     from mlxrl.data import cycle, tasks
     from mlxrl.policy.adapters import LoRA, without_adapters
     from mlxrl.policy.load import Policy, load
@@ -37,13 +38,17 @@ __all__ = [
     "Trajectory",
     "Turn",
     "algo",
+    "cispo",
     "compare",
     "cycle",
+    "dapo",
     "dr_grpo",
     "evaluate",
     "grpo",
+    "gspo",
     "load",
     "logprobs",
+    "opd",
     "pack",
     "rewards",
     "rloo",
@@ -56,7 +61,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "mlxrl.algo.recipes": ("dr_grpo", "grpo", "rloo"),
+    "mlxrl.algo.recipes": ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "opd", "rloo"),
     "mlxrl.data": ("cycle", "tasks"),
     "mlxrl.policy.adapters": ("LoRA", "without_adapters"),
     "mlxrl.policy.load": ("Policy", "load"),

@@ -15,7 +15,7 @@ import pytest
 from mlxrl import algo
 from mlxrl.algo import advantages, correction, distill, distributions, kl, losses, ratio, reduce, returns, shaping
 from mlxrl.algo.defaults import CONVENTIONS, DEFAULTS
-from mlxrl.types import Algorithm, Logprobs, Minibatch, Task, Totals, Trajectory, Turn
+from mlxrl.types import Algorithm, Comparison, Logprobs, Minibatch, Task, Totals, Trajectory, Turn
 
 NAN = float("nan")
 ARRAYS = ("tokens", "mask", "advantage", "rollout", "old", "reference", "teacher")
@@ -162,6 +162,46 @@ def test_credit_of_groups() -> None:
     assert masked == [[0.5, -0.5], [0.0, 0.0], [0.0, 1.0, 0.0]]
 
 
+def test_reward_functions_on_their_own_scales() -> None:
+    # f: 0 100 | 100 100, g: 1 0 | 0 None, weights 1 and 2. Pairs that differ are -+ 1/sqrt(2) = 0.7071068, others 0:
+    # z = (-s + 2 s, s - 2 s, 0, 0) = (s, -s, 0, 0), mean 0, std sqrt(2 s^2 / 3) = 0.5773503: A = 1.2247449
+    # The sum is all about f: rewards 2 and 100.
+    def scored(f: float, g: float) -> Trajectory:
+        reward = f + 2 * (0.0 if math.isnan(g) else g)
+        return replace(attempt(reward), rewards={"f": f, "g": g}, weights={"f": 1.0, "g": 2.0})
+
+    groups = [(scored(0.0, 1.0), scored(100.0, 0.0)), (scored(100.0, 0.0), scored(100.0, NAN))]
+    found = algo.grpo(combine="normalise", eps=0.0).advantages(groups)
+    close(np.concatenate(found), [1.2247449, -1.2247449, 0.0, 0.0])
+    assert algo.grpo().advantages(groups)[0][0] < 0
+    # an attempt that could not be scored is out of every part
+    failed = [(*groups[0], replace(scored(50.0, 0.5), reward=NAN)), groups[1]]
+    close(np.concatenate(algo.grpo(combine="normalise", eps=0.0).advantages(failed))[:3], [1.2247449, -1.2247449, 0.0])
+    with pytest.raises(ValueError, match="wants the parts of the rewards"):
+        algo.grpo(combine="normalise").advantages([group(1.0, 0.0)])
+
+
+def test_advantages_whitened_over_tokens() -> None:
+    # advantages 0.5 on 1 token and -0.5 on 3, the unscored one's 2 tokens left out: mean -0.25,
+    # variance (0.5625 + 3 * 0.0625) / 3 = 0.25: 1.5 and -0.5
+    groups = [(attempt(1.0, tokens=1), attempt(0.0, tokens=3), attempt(NAN))]
+    close(algo.dr_grpo(whiten=True, whiten_eps=0.0).advantages(groups), [[1.5, -0.5, 0.0]])
+    close(algo.rloo(whiten=True, whiten_eps=0.0).advantages(groups), [[1.5, -0.5, 0.0]])
+    # divided by n: variance 0.1875
+    found = algo.dr_grpo(whiten=True, whiten_eps=0.0, whiten_ddof=0).advantages(groups)
+    close(found[0][:2], [0.75 / 0.1875**0.5, -0.25 / 0.1875**0.5])
+    # tokens that were forced on the model are not counted
+    turn = Turn((1,), (2,) * 5, (-1.0,) * 5, forced=(0, 4))
+    forced = [(groups[0][0], replace(groups[0][1], turns=(turn,)), groups[0][2])]
+    close(algo.dr_grpo(whiten=True, whiten_eps=0.0).advantages(forced), [[1.5, -0.5, 0.0]])
+
+
+def test_batch_scale() -> None:
+    # rewards 0 1 | 0 3: centred -.5 .5 -1.5 1.5; std of 0 1 0 3 over n-1: mean 1, (1 + 0 + 1 + 4) / 3 = 2
+    found = algo.grpo(scale="batch", eps=0.0).advantages([group(0.0, 1.0), group(0.0, 3.0)])
+    close(found, np.array([[-0.5, 0.5], [-1.5, 1.5]]) / math.sqrt(2))
+
+
 def test_reinforce_pp_credits_tokens() -> None:
     # rewards 1 and -1 on the last of 2 tokens, gamma 0.5: returns 0.5 1 | -0.5 -1
     # mean 0, variance (0.25+1+0.25+1)/3 = 0.8333, 1/sqrt = 1.0954451
@@ -279,7 +319,9 @@ def test_distillation_pulls_towards_the_teacher() -> None:
     batch = minibatch([[1]], 0.0, teacher_candidates=mx.log(mx.array([[[0.6, 0.1]]])), candidates=mx.zeros((1, 1, 2)))
     for divergence in ("forward", "reverse", "jsd", "surrogate"):
         recipe = algo.opd(teacher_term="candidates", teacher_divergence=divergence)
-        assert {"teacher", "candidates"} <= recipe.needs
+        own = divergence == "surrogate"
+        assert recipe.comparison == Comparison("student" if own else "teacher", 16)
+        assert recipe.needs == {"old", "teacher"} | ({"candidates"} if own else set())
 
         def loss(x: mx.array, recipe: Any = recipe) -> mx.array:
             return recipe.loss(Logprobs(mx.zeros((1, 1)), candidates=x), batch, Totals(1, 1, 1, 1))[0]
@@ -433,6 +475,27 @@ def test_needs_follow_the_coefficients() -> None:
         ("grpo", {"length": 8}, "length has no effect, because reduction is not 'constant'"),
         ("dr_grpo", {"eps": 1e-4}, "eps has no effect, because scale is 'none'"),
         ("grpo", {"correction_bounds": (0, 3)}, "correction_bounds has no effect, because correction is None"),
+        ("grpo", {"combine": "normalise", "scale": "batch"}, "scale has no effect, because combine is 'normalise'"),
+        ("grpo", {"whiten_ddof": 0}, "whiten_ddof has no effect, because whiten is false"),
+        ("rloo", {"whiten_eps": 0.1}, "whiten_eps has no effect, because whiten is false"),
+        ("rloo", {"combine": "normalise"}, "rloo: unknown argument 'combine'"),
+        ("opd", {"combine": "normalise"}, "combine has no effect, because reward is 0"),
+        ("opd", {"teacher_k": 4}, "teacher_k has no effect, because teacher_term is not 'candidates'"),
+        ("opd", {"teacher_term": "candidates", "teacher_k": 0}, "teacher_k: wanted at least 1, got 0"),
+        (
+            "opd",
+            {"teacher_term": "vocabulary", "teacher_tail": False},
+            "teacher_tail has no effect, because teacher_term",
+        ),
+        ("opd", {"teacher_term": "vocabulary", "teacher_clamp": (0, 1)}, "teacher_clamp has no effect"),
+        ("opd", {"teacher_term": "vocabulary", "teacher_divergence": "surrogate"}, "'surrogate' is of candidates"),
+        ("opd", {"teacher_term": "vocabulary", "teacher_beta": 0.1}, "because teacher_divergence is not 'jsd'"),
+        ("opd", {"teacher_divergence": "jsd"}, "because teacher_term is neither 'candidates' nor 'vocabulary'"),
+        (
+            "opd",
+            {"teacher_term": "candidates", "teacher_divergence": "surrogate", "teacher_support": "teacher"},
+            "teacher_support has no effect, because teacher_divergence is 'surrogate'",
+        ),
         ("grpo", {"clip": None, "dual_clip": 3.0}, "dual_clip has no effect, because clip is None"),
         ("opd", {"scale": "none"}, "scale has no effect, because reward is 0"),
         ("opd", {"teacher_term": "loss", "clip": (0.1, 0.1)}, "clip has no effect, because reward is 0"),
@@ -499,6 +562,18 @@ def test_overlong_penalty() -> None:
     assert shaping.overlong_penalty(12, 10, 4, cap=1.0) == -1
     shaped = shaping.shape_overlong([(attempt(1.0, tokens=7), attempt(0.0, tokens=2))], 10, 4)
     assert [row.reward for row in shaped[0]] == [0.75, 0.0]
+    assert shaped[0][0].rewards == {"shaping/overlong": -0.25}
+    # parts of a reward, those of shaping included, are each on a scale of their own
+    close(np.concatenate(algo.grpo(combine="normalise", eps=0.0).advantages(shaped)), [-(0.5**0.5), 0.5**0.5])
+
+
+def test_length_penalty() -> None:
+    # mean 0.5, longest 4: less 0.5 * 0.2 * (4/4, 2/4); a group of mean 0 loses nothing
+    groups = [(attempt(1.0, tokens=4), attempt(0.0)), (attempt(0.0, tokens=4), attempt(0.0))]
+    shaped = shaping.shape_length(groups, 0.2)
+    close([row.reward for group in shaped for row in group], [0.9, -0.05, 0.0, 0.0])
+    assert shaped[0][1].rewards == {"shaping/length": pytest.approx(-0.05)}
+    assert shaped[0][1].weights == {"shaping/length": 1.0}
 
 
 def test_keep_varied() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,14 +13,16 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from mlxrl.cli import main
 from mlxrl.policy.adapters import LoRA
+from mlxrl.policy.load import load
 from mlxrl.runs.lines import read_lines
 from mlxrl.train import loop
 from mlxrl.train.evaluate import Evaluation
-from mlxrl.types import Sampling
+from mlxrl.train.teacher import Teacher
+from mlxrl.types import Sampling, Task, Trajectory, Turn
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -155,12 +158,16 @@ def test_every_setting_arrives(folder, monkeypatch):
         "train.tokens_per_pass": 99, "train.updates_per_rollout": 2, "optimizer.name": '"lion"',
         "optimizer.learning_rate": 0.5, "optimizer.schedule": '"cosine"', "optimizer.warmup_steps": 4,
         "optimizer.weight_decay": 0.0625, "optimizer.betas": "[0.5, 0.25]", "optimizer.max_grad_norm": 17,
-        "evaluation.temperature": 0.375, "evaluation.success": 0.6, "algorithm.kl": 0.03,
+        "evaluation.temperature": 0.375, "evaluation.success": 0.6, "algorithm.kl": 0.03, "algorithm.name": "opd",
+        "algorithm.reward": 0.25, "teacher.id": EXAMPLE, "teacher.dtype": "bfloat16", "teacher.hint": "answer",
+        "reward.overlong_buffer": 5, "reward.overlong_factor": 2, "reward.overlong_cap": 1,
+        "reward.length_penalty": 0.5, "rollout.max_draws": 4, "train.minibatches": 3,
     }  # fmt: skip
     assert train(folder, *(f"{key}={value}" for key, value in settings.items())) == 0
     sampling = Sampling(9, 0.75, 0.875, 11, 0.125)
     policy, rows, algorithm = (seen["train"].pop(place) for place in range(3))
     (function,) = seen["train"].pop("reward")
+    shape, judge = seen["train"].pop("shape"), seen["train"].pop("teacher")
     assert (policy.lora, len(rows), algorithm.arguments["kl"]) == (
         LoRA(3, 1.5, 0.25, ("self_attn.q_proj",)),
         len(read_lines(EXAMPLE / "train.jsonl")),
@@ -170,10 +177,16 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert seen["train"] == {
         "steps": 7, "tasks_per_step": 3, "group_size": 6, "sampling": sampling, "optimizer": None, "seed": 5,
         "weights": (0.5,), "max_rows": 13, "thinking": True, "tokens_per_pass": 99, "updates_per_rollout": 2,
-        "max_grad_norm": 17.0,
+        "max_grad_norm": 17.0, "max_draws": 4, "minibatches": 3,
     }  # fmt: skip
+    # Past 9 - 5 tokens each costs 2 / 5, at most 1: 2 - 1 and 1 - 0. Then half the mean of 1, times 8/8 and 4/8.
+    pair = tuple(Trajectory(Task("?"), (Turn((1,), (2,) * n, (0.0,) * n),), reward=r) for n, r in ((8, 2.0), (4, 1.0)))
+    assert [one.reward for one in shape([pair])[0]] == pytest.approx([0.5, 0.75])
+    assert judge == Teacher(judge.policy, hint="answer", thinking=True)
+    assert {a.dtype for _, a in tree_flatten(judge.policy.model.parameters())} == {mx.bfloat16}
+    assert judge.policy.lora is None
     assert seen["optimizer"] == {
-        0: "lion", 1: 0.5, "schedule_name": "cosine", "warmup_steps": 8, "steps": 14, "weight_decay": 0.0625,
+        0: "lion", 1: 0.5, "schedule_name": "cosine", "warmup_steps": 24, "steps": 42, "weight_decay": 0.0625,
         "betas": (0.5, 0.25),
     }  # fmt: skip
     assert (seen["evaluate"].pop(0), len(seen["evaluate"].pop(1)), seen["evaluate"].pop(2)) == (policy, 8, [function])
@@ -182,6 +195,62 @@ def test_every_setting_arrives(folder, monkeypatch):
     }  # fmt: skip
     assert seen["render"]["thinking"] is True
     assert json.loads((folder / "out/run/evaluation.json").read_text())["after"]["accuracy"] == 0.6
+
+
+OPENCLAW = ["algorithm.teacher_term=candidates", "algorithm.teacher_divergence=surrogate"]
+TEACHER = {
+    "by another model": ["teacher.id={model}", "teacher.adapter={adapter}"],
+    "by a hint": ["teacher.hint=answer", "algorithm.teacher_term=vocabulary"],
+    "by the base": ["teacher.id=base", "teacher.hint=answer", *OPENCLAW],
+}
+
+
+@pytest.mark.parametrize("how", TEACHER)
+def test_a_student_is_taught(folder, capsys, how):
+    """Without a reward and without held-out rows, from the command line."""
+    policy = load(str(EXAMPLE), lora=LoRA(rank=2))
+    policy.model.update(tree_map(lambda leaf: leaf + 0.05, policy.model.trainable_parameters()))
+    policy.save(folder / "adapter")
+    config = CONFIG.replace(f'evaluation = "{EXAMPLE}/test.jsonl"\n', "").replace("[evaluation]\nrows = 8\n", "")
+    config = config.replace('[reward]\nfunctions = ["judge.py:judge"]\n', "")
+    settings = [one.format(model=EXAMPLE, adapter="adapter") for one in TEACHER[how]]
+    assert train(folder, "algorithm.name=opd", *settings, config=config) == 0
+    lines = read_lines(folder / "out/run/metrics.jsonl")
+    assert len(lines) == 2
+    assert all(line["policy/teacher_kl"] != 0 and line["policy/updates"] == 1 for line in lines)
+    assert lines[0]["reward/mean"] is None
+    assert ("teacher" in manifest(folder)) == (how == "by another model")
+    out = capsys.readouterr().out
+    assert {"by another model": f"{EXAMPLE} with adapter", "by a hint": "the model itself, shown answer"}.get(
+        how, "the model without adapters, shown answer"
+    ) in out
+
+
+def test_a_teacher_of_another_language_is_the_users_fault(folder, capsys):
+    other = folder / "other"
+    shutil.copytree(EXAMPLE, other)
+    words = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(words.replace('"7"', '"_"').replace('"8"', '"7"').replace('"_"', '"8"'))
+    assert train(folder, "algorithm.name=opd", "teacher.id=other") == 2
+    err = capsys.readouterr().err
+    assert "teacher: its vocabulary is not the student's: token" in err
+    assert err.count("\n") == 1
+    assert train(folder, "algorithm.name=opd", "teacher.hint=answer", "run.folder=out/2") == 0
+
+
+def test_a_step_without_signal_is_an_event_and_not_the_end(folder, capsys):
+    (folder / "judge.py").write_text("def judge(completions, **_):\n    return [1.0] * len(completions)\n")
+    (folder / "run.toml").write_text(CONFIG)
+    assert main(["train", "--config", "run.toml", "rollout.max_draws=2"]) == 0
+    events = [event for event in read_lines(folder / "out/run/events.jsonl") if event["event"] == "no signal"]
+    assert [
+        (event["step"], event["groups/total"], event["groups/kept"], event["rollout/draws"]) for event in events
+    ] == [
+        (1, 4, 0, 2),
+        (2, 4, 0, 2),
+    ]
+    assert "step 2: none of 4 groups has a signal, draws: 2; nothing was updated" in capsys.readouterr().out
+    assert manifest(folder)["state"] == "succeeded"
 
 
 def test_a_folder_in_use_is_refused_before_anything_is_loaded(folder, capsys, monkeypatch):

@@ -129,6 +129,9 @@ REFUSED_FILES = {
     "[algorithm]\nname = 3": "run.toml: algorithm: name: wanted a text in quotes, got 3",
     "[evaluation]\nsuccess = nan": "run.toml: evaluation: success: wanted a finite number, got NaN",
     "[train]\nupdates_per_rollout = 0": "run.toml: train: updates_per_rollout: wanted at least 1, got 0",
+    "[train]\nminibatches = 5": "run.toml: train: minibatches: wanted at most the 4 groups of a step, got 5",
+    "[rollout]\nmax_draws = 0": "run.toml: rollout: max_draws: wanted at least 1, got 0",
+    "[teacher]\nid = 'base'": "run.toml: teacher: has no effect, because grpo does not learn from a teacher",
     "[lora": "run.toml: not TOML: ",
 }
 
@@ -166,6 +169,10 @@ REFUSED_OVERRIDES = {
     "reward.weights=[1, 2]": "run.toml: reward: weights: wanted 1, one per function, got 2",
     "reward.weights=[0]": "run.toml: reward: weights: wanted finite numbers that are not all 0",
     "steps": "command line: wanted key=value such as optimizer.learning_rate=2e-5, got 'steps'",
+    "reward.overlong_factor=2": "command line: reward: overlong_factor: has no effect without reward.overlong_buffer",
+    "reward.overlong_cap=2": "reward: overlong_cap: has no effect without reward.overlong_buffer",
+    "reward.overlong_buffer=257": "reward: overlong_buffer: wanted at most rollout.max_tokens, 256, got 257",
+    "reward.length_penalty=-1": "command line: reward: length_penalty: wanted at least 0, got -1",
     "algorithm.clp=[0.1, 0.2]": "command line: algorithm: grpo: unknown argument 'clp'; did you mean 'clip'?",
 }
 
@@ -173,6 +180,55 @@ REFUSED_OVERRIDES = {
 @pytest.mark.parametrize(("override", "message"), REFUSED_OVERRIDES.items())
 def test_an_override_is_refused_in_one_line(folder, override, message):
     assert message in refused(folder, override)
+
+
+OPD = ("algorithm.name=opd", "teacher.hint=answer")
+REFUSED_TEACHERS = {
+    "teacher.dtype=float32": "teacher: dtype: has no effect, because teacher.id names no model to be loaded",
+    "teacher.adapter=.": "teacher: adapter: has no effect, because teacher.id names no model to be loaded",
+    "teacher.id=base": "teacher: id: 'base' is what training starts from, so nothing is learned; wanted a hint, or",
+    "teacher.id=./none": "command line: teacher: id: no folder or file './none' beside the config",
+    "teacher.hint=answr": "command line: teacher: hint: no column 'answr' in train.jsonl; did you mean 'answer'?",
+    "rollout.max_draws=2": "command line: rollout: max_draws: has no effect, because opd does not look at rewards",
+    "reward.length_penalty=0.1": "reward: length_penalty: has no effect, because opd does not look at rewards",
+    "reward.overlong_buffer=8": "reward: overlong_buffer: has no effect, because opd does not look at rewards",
+    "reward.functions=[]": "reward: wanted at least one function, got none; data.evaluation is scored by them",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED_TEACHERS.items())
+def test_settings_beside_a_teacher_that_have_no_effect_are_refused(folder, override, message):
+    bare = override.startswith(("teacher.id", "teacher.hint"))
+    assert message in refused(folder, *OPD[: 1 if bare else 2], override)
+
+
+def test_a_teacher_makes_groups_of_one_and_runs_without_rewards_possible(folder):
+    assert read(folder, *OPD, "rollout.group_size=1").rollout.group_size == 1
+    assert "1 cannot learn with opd" in refused(folder, *OPD, "rollout.group_size=1", "algorithm.reward=1")
+    toml = MINIMAL.replace('evaluation = "test.jsonl"\n', "").partition("[reward]")[0]
+    assert (
+        refused(folder, toml=toml)
+        == "run.toml: reward: wanted at least one function, got none; grpo learns from rewards"
+    )
+    (folder / "run.toml").write_text(toml)
+    got = config.read(folder / "run.toml", ["algorithm.name=opd", "teacher.hint=answer"])
+    assert (config.reward_functions(got), got.teacher.id, got.teacher.hint) == ([], None, "answer")
+    (folder / "weights").mkdir()
+    got = read(folder, "algorithm.name=opd", "teacher.id=weights", "teacher.adapter=weights", "teacher.dtype=float32")
+    assert got.teacher.id == got.teacher.adapter == f"{folder}/weights"
+    again = folder / "again.toml"
+    again.write_text(config.text(got))
+    assert dataclasses.replace(config.read(again), algorithm=got.algorithm) == got
+    assert "no folder 'nowhere'" in refused(
+        folder, "algorithm.name=opd", "teacher.id=weights", "teacher.adapter=nowhere"
+    )
+
+
+def test_a_draw_needs_pairs(folder):
+    one = ("algorithm.name=reinforce_pp", "rollout.group_size=1", "rollout.max_draws=2")
+    assert "rollout: max_draws: wanted 1, because a group of 1 attempt has no two different rewards" in refused(
+        folder, *one
+    )
 
 
 def test_files_that_are_none(folder):
@@ -241,8 +297,8 @@ def test_group_size_1_is_refused_only_where_the_baseline_is_the_group(folder):
         del RECIPES["plain"]
 
 
-def test_a_recipe_that_needs_what_a_config_cannot_give_is_refused(folder):
-    assert "algorithm: name: opd needs teacher, which a config cannot give" in refused(folder, "algorithm.name=opd")
+def test_a_recipe_without_its_teacher_is_refused(folder):
+    assert "algorithm: name: opd needs a teacher; wanted a table [teacher]" in refused(folder, "algorithm.name=opd")
 
 
 def test_the_resolved_text_makes_the_same_run_from_anywhere(folder, tmp_path, monkeypatch):
@@ -266,18 +322,19 @@ def test_the_resolved_text_makes_the_same_run_from_anywhere(folder, tmp_path, mo
     assert dataclasses.replace(again, algorithm=first.algorithm) == first
 
 
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if "teacher" not in recipe().needs])
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_the_same_after_a_round_trip(folder, name):
-    first = read(folder, f"algorithm.name={name}")
+    first = read(folder, f"algorithm.name={name}", *(["teacher.hint=answer"] if name == "opd" else []))
     (folder / "again.toml").write_text(config.text(first))
     assert config.algorithm(config.read(folder / "again.toml")).arguments == config.algorithm(first).arguments
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family, recipes in CONVENTIONS.items() for name in recipes if name != "opd"]
+    ("family", "name"), [(family, name) for family, recipes in CONVENTIONS.items() for name in recipes]
 )
 def test_every_convention_is_the_same_after_a_round_trip(folder, family, name):
-    first = read(folder, f"algorithm.name={name}", f"algorithm.convention={family}")
+    judge = ["teacher.hint=answer"] if name == "opd" else []
+    first = read(folder, f"algorithm.name={name}", f"algorithm.convention={family}", *judge)
     (folder / "again.toml").write_text(config.text(first))
     assert config.algorithm(config.read(folder / "again.toml")).arguments == config.algorithm(first).arguments
 

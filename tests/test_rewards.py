@@ -101,6 +101,7 @@ def test_the_reward_is_the_weighted_sum_and_the_parts_are_kept():
         return [text == "b" for text in completions]
 
     one, two = score([group("b", "long")], short, is_b, weights=[0.5, 2])[0]
+    assert one.weights == {"short": 0.5, "is_b": 2.0}
     assert (one.reward, dict(one.rewards)) == (0.5 * 1 + 2 * 1, {"short": 1.0, "is_b": 1.0})
     assert (two.reward, dict(two.rewards)) == (0.5 * 4, {"short": 4.0, "is_b": 0.0})
     assert list(score([group("b")], short, short)[0][0].rewards) == ["short", "short_2"]

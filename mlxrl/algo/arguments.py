@@ -24,7 +24,10 @@ class Arguments(TypedDict, total=False):
 
     Credit.
         scale, eps: the standard deviation that divides the advantage, and what is added to it.
-        whiten_ddof, whiten_eps, whiten_floor: see `returns.whiten`. gamma: discount of later rewards.
+        combine: what becomes of several reward functions, the "sum" of weighted rewards, or each is made a
+            group-relative advantage of its own first and these are added, see `advantages.normalise_then_sum`.
+        whiten: advantages to mean 0 and variance 1 over all tokens of the step. whiten_ddof, whiten_eps,
+            whiten_floor: see `returns.whiten`. gamma: discount of later rewards.
         omega, similarity, episode_over: weight of the step's advantage, likeness that makes two states the same
             (None: they must be equal), and what the episode's statistics count; see `steps`.
         mask_truncated: a row that ran into the token limit gets advantage 0, and stays in every denominator.
@@ -44,15 +47,19 @@ class Arguments(TypedDict, total=False):
         off_policy: the delta of `correction.off_policy_mask`, against the sampler.
     Distillation.
         teacher, teacher_term: coefficient of the divergence from the teacher, and whether it shapes the "advantage",
-            is a "loss" on sampled tokens, or one on top-K "candidates".
+            is a "loss" on sampled tokens, or one on top-K "candidates" or on the whole "vocabulary".
         teacher_gamma, teacher_clamp: discount of later tokens, and bounds of a token's term.
-        teacher_estimator: of the "loss". teacher_divergence, teacher_tail: of the candidates, "forward", "reverse",
-            "jsd" or "surrogate", with a tail or renormalised.
+        teacher_estimator: of the "loss". teacher_divergence: of candidates and vocabulary, "forward", "reverse" or
+            "jsd", the last with teacher_beta; of candidates also "surrogate", which the recipe's clip bounds.
+        teacher_support, teacher_k: whose K likeliest tokens the candidates are, the "teacher"'s or the "student"'s as
+            it sampled; the surrogate's are always the student's. teacher_tail: with a tail or renormalised.
         reward: weight of the group-relative advantage beside the teacher; 0 ignores rewards.
     """
 
     scale: Scale
     eps: float
+    combine: Literal["sum", "normalise"]
+    whiten: bool
     whiten_ddof: int
     whiten_eps: float
     whiten_floor: float
@@ -86,11 +93,14 @@ class Arguments(TypedDict, total=False):
     veto: float | None
     off_policy: float | None
     teacher: float
-    teacher_term: Literal["advantage", "loss", "candidates"]
+    teacher_term: Literal["advantage", "loss", "candidates", "vocabulary"]
     teacher_gamma: float
     teacher_clamp: Bounds | None
     teacher_estimator: Estimator
     teacher_divergence: Literal["forward", "reverse", "jsd", "surrogate"]
+    teacher_beta: float
+    teacher_support: Literal["teacher", "student"]
+    teacher_k: int
     teacher_tail: bool
     reward: float
 
@@ -98,36 +108,53 @@ class Arguments(TypedDict, total=False):
 _HINTS = get_type_hints(Arguments)
 _Off = Callable[[Mapping[str, Any]], bool]
 _KL = ("kl_estimator", "kl_straight", "kl_log_ratio_clamp", "kl_clamp", "kl_weighted")
-_POLICY = ("ratio", "log_ratio_clamp", "clip", "dual_clip", "delta", "correction", "veto", "off_policy")
+_POLICY = ("ratio", "dual_clip", "delta", "correction", "veto", "off_policy")
+_BOUNDS = ("log_ratio_clamp", "clip")
+_WHITEN = ("whiten_ddof", "whiten_eps", "whiten_floor")
+_CREDIT = ("scale", "eps", "combine", "whiten", *_WHITEN, "mask_truncated")
+_NO_POLICY = "reward is 0 and the teacher is not in the advantage"
 
 
 def _no_policy(a: Mapping[str, Any]) -> bool:
     return a.get("reward") == 0 and a["teacher_term"] != "advantage" and not a["kl_reward"]
 
 
+def _surrogate(a: Mapping[str, Any]) -> bool:
+    return a.get("teacher_term") == "candidates" and a["teacher_divergence"] == "surrogate"
+
+
 _DEAD: tuple[tuple[tuple[str, ...], _Off, str], ...] = (
-    (("eps",), lambda a: a["scale"] == "none", "scale is 'none'"),
+    (("scale",), lambda a: a.get("combine") == "normalise", "combine is 'normalise'"),
+    (("eps",), lambda a: a["scale"] == "none" and a.get("combine") != "normalise", "scale is 'none'"),
+    (_WHITEN, lambda a: not a.get("whiten", True), "whiten is false"),
     (("length",), lambda a: a["reduction"] != "constant", "reduction is not 'constant'"),
     (_KL, lambda a: not a["kl"], "kl is 0"),
     (("kl_gamma",), lambda a: not a["kl_reward"], "kl_reward is 0"),
     (("dual_clip", "delta"), lambda a: a["clip"] is None, "clip is None"),
     (("correction_level", "correction_bounds"), lambda a: a["correction"] is None, "correction is None"),
     (("similarity", "gamma"), lambda a: a.get("omega") == 0, "omega is 0"),
-    (("scale", "eps", "mask_truncated"), lambda a: a.get("reward") == 0, "reward is 0"),
+    (_CREDIT, lambda a: a.get("reward") == 0, "reward is 0"),
     (("teacher_gamma",), lambda a: a["teacher_term"] != "advantage", "teacher_term is not 'advantage'"),
-    (("teacher_clamp",), lambda a: a["teacher_term"] == "candidates", "teacher_term is 'candidates'"),
+    (
+        ("teacher_clamp",),
+        lambda a: a["teacher_term"] in ("candidates", "vocabulary"),
+        "teacher_term is neither 'advantage' nor 'loss'",
+    ),
     (("teacher_estimator",), lambda a: a["teacher_term"] != "loss", "teacher_term is not 'loss'"),
     (
-        ("teacher_divergence", "teacher_tail"),
+        ("teacher_divergence", "teacher_beta"),
+        lambda a: a["teacher_term"] not in ("candidates", "vocabulary"),
+        "teacher_term is neither 'candidates' nor 'vocabulary'",
+    ),
+    (
+        ("teacher_support", "teacher_k", "teacher_tail"),
         lambda a: a["teacher_term"] != "candidates",
         "teacher_term is not 'candidates'",
     ),
-    (
-        ("teacher_tail",),
-        lambda a: a["teacher_divergence"] == "surrogate",
-        "teacher_divergence is 'surrogate'",
-    ),
-    (_POLICY, _no_policy, "reward is 0 and the teacher is not in the advantage"),
+    (("teacher_support", "teacher_tail"), _surrogate, "teacher_divergence is 'surrogate'"),
+    (("teacher_beta",), lambda a: a["teacher_divergence"] != "jsd", "teacher_divergence is not 'jsd'"),
+    (_POLICY, _no_policy, _NO_POLICY),
+    (_BOUNDS, lambda a: _no_policy(a) and not _surrogate(a), _NO_POLICY),
 )
 
 
@@ -144,6 +171,7 @@ def resolve(name: str, convention: str | None, given: Mapping[str, Any]) -> dict
             raise ValueError(f"{name}: {key} has no effect, because {why}; leave it out")
     _refuse_flat("kl", resolved["kl_estimator"], resolved["kl_straight"] or resolved["kl_weighted"])
     _refuse_flat("teacher", resolved.get("teacher_estimator"), None)
+    _refuse_teacher(name, resolved)
     return resolved
 
 
@@ -171,6 +199,15 @@ def _refuse_flat(term: str, estimator: str | None, rescued: Any) -> None:
         raise ValueError(
             f"{term}_estimator: 'k1' in the loss has a gradient of mean 0 and teaches nothing; use 'k3' or 'k2'"
         )
+
+
+def _refuse_teacher(name: str, resolved: Mapping[str, Any]) -> None:
+    if resolved.get("teacher") == 0:
+        raise ValueError(f"{name}: teacher: wanted a coefficient that is not 0, got 0; without a teacher use grpo")
+    if resolved.get("teacher_term") == "vocabulary" and resolved["teacher_divergence"] == "surrogate":
+        raise ValueError(f"{name}: teacher_divergence: 'surrogate' is of candidates; teacher_term is 'vocabulary'")
+    if resolved.get("teacher_k", 1) < 1:
+        raise ValueError(f"{name}: teacher_k: wanted at least 1, got {resolved['teacher_k']}")
 
 
 def _convention(name: str, convention: str | None) -> Mapping[str, Any]:

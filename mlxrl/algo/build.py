@@ -15,7 +15,7 @@ from mlxrl.algo.compose import PerToken, Policy, Recipe, Regulariser, Surrogate
 from mlxrl.algo.credit import Credit
 from mlxrl.algo.reduce import Reduction
 from mlxrl.algo.returns import reward_to_go
-from mlxrl.types import Logprobs, Minibatch
+from mlxrl.types import Comparison, Logprobs, Minibatch
 
 Resolved = Mapping[str, Any]
 
@@ -34,20 +34,31 @@ def recipe(name: str, a: Resolved, credit: Credit, policy: Policy) -> Recipe:
         reports=reports(a),
         coefficients={name: a[name] for name in ("kl", "kl_reward", "entropy", "teacher") if a.get(name)},
         arguments=live(a),
+        comparison=comparison(a),
     )
 
 
 def needs(a: Resolved) -> frozenset[str]:
     """What has to be computed before the loss."""
-    candidates = a.get("teacher_term") == "candidates"
+    compared = comparison(a)
     uses = {
         "old": True,
         "reference": a["kl"] or a["kl_reward"],
         "entropy": a["entropy"],
         "teacher": a.get("teacher"),
-        "candidates": a.get("teacher") and candidates,
+        "candidates": compared is not None and compared.support == "student",
     }
     return frozenset(name for name, used in uses.items() if used)
+
+
+def comparison(a: Resolved) -> Comparison | None:
+    """Where distributions are compared with a teacher's, and how; None where only sampled tokens are."""
+    if a.get("teacher_term") == "vocabulary":
+        return Comparison("vocabulary", divergence=_divergence(a))
+    if a.get("teacher_term") == "candidates":
+        own = a["teacher_divergence"] == "surrogate" or a["teacher_support"] == "student"
+        return Comparison("student" if own else "teacher", a["teacher_k"])
+    return None
 
 
 def reduction(a: Resolved) -> Reduction:
@@ -144,6 +155,8 @@ def regularisers(a: Resolved) -> tuple[Regulariser, ...]:
         terms.append(Regulariser(a["teacher"], partial(_teacher_loss, a)))
     if a.get("teacher") and a["teacher_term"] == "candidates":
         terms.append(Regulariser(a["teacher"], partial(_candidate_loss, a)))
+    if a.get("teacher") and a["teacher_term"] == "vocabulary":
+        terms.append(Regulariser(a["teacher"], lambda new, batch: _known(new.divergence)))
     return tuple(terms)
 
 
@@ -176,6 +189,8 @@ def reports(a: Resolved) -> dict[str, PerToken]:
         found["policy/kl"] = lambda new, batch: kl.divergence(new.chosen, _known(batch.reference), batch.mask)
     if "teacher" in needs(a) and a["teacher_term"] == "candidates":
         found["policy/teacher_kl"] = partial(_candidate_gap, a)
+    elif "teacher" in needs(a) and a["teacher_term"] == "vocabulary":
+        found["policy/teacher_kl"] = lambda new, batch: _known(new.divergence)
     elif "teacher" in needs(a):
         found["policy/teacher_kl"] = lambda new, batch: ratios.token(new.chosen, _known(batch.teacher), batch.mask)
     if a["entropy"]:
@@ -219,14 +234,21 @@ def _teacher_loss(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
 
 
 def _candidate_gap(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
-    if a["teacher_divergence"] == "surrogate":
-        return distill.surrogate(_known(new.candidates), _known(batch.teacher_candidates))[1]
-    return _candidate_loss(a, new, batch)
+    return _surrogate(a, new, batch)[1] if a["teacher_divergence"] == "surrogate" else _candidate_loss(a, new, batch)
 
 
 def _candidate_loss(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
-    student, teacher = _known(new.candidates), _known(batch.teacher_candidates)
     if a["teacher_divergence"] == "surrogate":
-        return distill.surrogate(student, teacher)[0]
+        return _surrogate(a, new, batch)[0]
     close = distill.with_tail if a["teacher_tail"] else distill.renormalised
-    return distill.DIVERGENCES[a["teacher_divergence"]](close(student), close(teacher))
+    return _divergence(a)(close(_known(new.candidates)), close(_known(batch.teacher_candidates)))
+
+
+def _surrogate(a: Resolved, new: Logprobs, batch: Minibatch) -> tuple[mx.array, mx.array]:
+    options = (closed(a["clip"]), None, a["log_ratio_clamp"], batch.old_candidates)
+    return distill.surrogate(_known(new.candidates), _known(batch.teacher_candidates), *options)
+
+
+def _divergence(a: Resolved) -> distill.Divergence:
+    chosen = distill.DIVERGENCES[a["teacher_divergence"]]
+    return partial(chosen, beta=a["teacher_beta"]) if a["teacher_divergence"] == "jsd" else chosen

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxrl.algo import metrics as report
 from mlxrl.algo.credit import Advantages, Credit
 from mlxrl.algo.reduce import Reduction, masked, token_mean
-from mlxrl.types import Group, Logprobs, Metrics, Minibatch, Totals
+from mlxrl.types import Comparison, Group, Logprobs, Metrics, Minibatch, Totals
 
 
 class Surrogate(NamedTuple):
@@ -46,6 +46,7 @@ class Recipe:
     `old` is the minibatch's, or sg(new) where it has none. Shapes and weights carry no gradient.
     reports: further means over tokens, by the metric's name. coefficients: reported as `policy/{name}_coefficient`.
     arguments: what the recipe was resolved to; its function, called with them, builds the same recipe.
+    comparison: with a teacher's distributions, None where at most the sampled tokens are compared.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Recipe:
     reports: Mapping[str, PerToken] = field(default_factory=dict[str, PerToken])
     coefficients: Mapping[str, float] = field(default_factory=dict[str, float])
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    comparison: Comparison | None = None
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         """For every trajectory of every group a float, or a list with a float per sampled token."""

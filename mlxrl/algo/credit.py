@@ -13,14 +13,16 @@ from typing import TypeAlias
 import numpy as np
 
 from mlxrl.algo import steps
-from mlxrl.algo.advantages import Floats, Ids, group_relative
+from mlxrl.algo.advantages import Floats, Ids, group_relative, normalise_then_sum
 from mlxrl.algo.returns import discounted
-from mlxrl.types import Group, Trajectory, Turn
+from mlxrl.types import Group, Trajectory
 
 Value: TypeAlias = float | list[float]
 Advantages: TypeAlias = list[list[Value]]
 Credit: TypeAlias = Callable[[Sequence[Group]], Advantages]
-Baseline: TypeAlias = Callable[[list[float], list[int]], Floats]
+Rewards: TypeAlias = Callable[[list[float], list[int]], Floats]
+Baseline: TypeAlias = Callable[[Sequence[Trajectory], list[int]], Floats]
+Whitening: TypeAlias = Callable[[Floats], Floats]
 
 
 def refuse_singles(name: str, groups: Sequence[Group]) -> None:
@@ -49,20 +51,52 @@ def flat(groups: Sequence[Group]) -> tuple[list[Trajectory], list[int]]:
     return [row for group in groups for row in group], [n for n, group in enumerate(groups) for _ in group]
 
 
-def sampled(turn: Turn) -> int:
-    """Tokens of a turn that the model chose itself: those that get an advantage."""
-    return len(turn.action) - len(turn.forced)
+def group_credit(name: str, baseline: Baseline, mask_truncated: bool, whitening: Whitening | None = None) -> Credit:
+    """Credit per trajectory by a baseline over its group, `baseline(trajectories [N], ids [N]) -> [N]`.
 
-
-def group_credit(name: str, baseline: Baseline, mask_truncated: bool) -> Credit:
-    """Credit per trajectory by a baseline over its group, `baseline(rewards [N], ids [N]) -> [N]`."""
+    whitening: of the advantages of all tokens of the step, of which a trajectory's are the same.
+    """
 
     def credit(groups: Sequence[Group]) -> Advantages:
         refuse_singles(name, groups)
         rows, ids = flat(groups)
-        return grouped(baseline([row.reward for row in rows], ids).tolist(), groups, mask_truncated)
+        values = baseline(rows, ids)
+        values = values if whitening is None else whitened(values, rows, whitening)
+        return grouped(values.tolist(), groups, mask_truncated)
 
     return credit
+
+
+def of_rewards(function: Rewards) -> Baseline:
+    """A baseline of the trajectories' rewards, `function(rewards [N], ids [N]) -> [N]`."""
+    return lambda rows, ids: function([row.reward for row in rows], ids)
+
+
+def of_parts(eps: float) -> Baseline:
+    """`advantages.normalise_then_sum` of the parts of the trajectories' rewards, each with its weight."""
+
+    def baseline(rows: Sequence[Trajectory], ids: list[int]) -> Floats:
+        known = [row for row in rows if row.rewards]
+        weights = {name: row.weights.get(name, 1.0) for row in known for name in row.rewards}
+        if not weights:
+            raise ValueError(
+                "combine: 'normalise' wants the parts of the rewards, which score(groups, ...) keeps; got none"
+            )
+        parts = [[row.rewards.get(name, math.nan) for name in weights] for row in rows]
+        failed = np.isnan([row.reward for row in rows])
+        return normalise_then_sum(np.where(failed[:, None], np.nan, parts), list(weights.values()), ids, eps)
+
+    return baseline
+
+
+def whitened(values: Floats, rows: Sequence[Trajectory], whitening: Whitening) -> Floats:
+    """[N] advantages whitened over the tokens that carry them; a trajectory without a reward stays at 0."""
+    known = np.array([row.chosen > 0 and not math.isnan(row.reward) for row in rows])
+    lengths = np.array([row.chosen for row in rows])[known]
+    out = np.zeros_like(values)
+    if known.any():
+        out[known] = whitening(np.repeat(values[known], lengths))[np.cumsum(lengths) - 1]
+    return out
 
 
 def no_credit(groups: Sequence[Group]) -> Advantages:
@@ -70,9 +104,7 @@ def no_credit(groups: Sequence[Group]) -> Advantages:
     return [[0.0] * len(group) for group in groups]
 
 
-def whitened_credit(
-    gamma: float, whitening: Callable[[Floats], Floats], centre: bool, name: str, mask_truncated: bool
-) -> Credit:
+def whitened_credit(gamma: float, whitening: Whitening, centre: bool, name: str, mask_truncated: bool) -> Credit:
     """Credit per token, whitened over all tokens of the step: R_t = gamma^(T-1-t) r, the reward at the last token.
 
     centre: the mean of the group is taken off the rewards first, and gamma is not used.
@@ -84,7 +116,7 @@ def whitened_credit(
         if centre:
             refuse_singles(name, groups)
             rewards = np.where(np.isnan(rewards), np.nan, group_relative(rewards, ids, "none"))
-        lengths = [sum(map(sampled, row.turns)) for row in rows]
+        lengths = [row.chosen for row in rows]
         tokens = [r * gamma ** np.arange(n - 1, -1, -1.0) for r, n in zip(rewards, lengths, strict=True)]
         values = whitening(np.concatenate([*tokens, np.zeros(0)]))
         split = np.split(values, np.cumsum(lengths)[:-1]) if rows else []
@@ -117,7 +149,7 @@ def gigpo_credit(
             anchors = _anchors([turn.state for row in rows for turn in row.turns], owners, similarity)
             total = total + omega * step(returns, owners, anchors)
         values = iter(total.tolist())
-        spread = [[value for turn in row.turns for value in [next(values)] * sampled(turn)] for row in rows]
+        spread = [[value for turn in row.turns for value in [next(values)] * turn.chosen] for row in rows]
         return grouped(spread, groups, mask_truncated)
 
     return credit

@@ -7,7 +7,10 @@ from typing import Any
 
 Table = Mapping[str, Any]
 
+_WHITENED: Table = {"whiten_ddof": 1, "whiten_eps": 1e-8, "whiten_floor": 0.0}
+_WHITEN: Table = {"whiten": False, **_WHITENED}
 _SCALED: Table = {"scale": "group", "eps": 1e-6}
+_GROUP: Table = {**_SCALED, "combine": "sum", **_WHITEN}
 _RATIO: Table = {"ratio": "token", "log_ratio_clamp": (-20.0, 20.0)}
 _CLIPPED: Table = {**_RATIO, "clip": (0.2, 0.2), "dual_clip": None, "delta": None}
 _REGULARISERS: Table = {
@@ -30,24 +33,23 @@ _REGULARISERS: Table = {
     "mask_truncated": False,
 }
 _PPO: Table = {**_CLIPPED, **_REGULARISERS}
-_WHITENED: Table = {"whiten_ddof": 1, "whiten_eps": 1e-8, "whiten_floor": 0.0}
 
 DEFAULTS: Mapping[str, Table] = {
-    "grpo": {**_SCALED, **_PPO, "reduction": "sequence_mean"},
-    "dr_grpo": {**_SCALED, **_PPO, "scale": "none", "reduction": "constant"},
-    "dapo": {**_SCALED, **_PPO, "clip": (0.2, 0.28)},
-    "gspo": {**_SCALED, **_PPO, "ratio": "sequence", "clip": (3e-4, 4e-4), "reduction": "sequence_mean"},
+    "grpo": {**_GROUP, **_PPO, "reduction": "sequence_mean"},
+    "dr_grpo": {**_GROUP, **_PPO, "scale": "none", "reduction": "constant"},
+    "dapo": {**_GROUP, **_PPO, "clip": (0.2, 0.28)},
+    "gspo": {**_GROUP, **_PPO, "ratio": "sequence", "clip": (3e-4, 4e-4), "reduction": "sequence_mean"},
     "gspo_token": {
-        **_SCALED,
+        **_GROUP,
         **_PPO,
         "ratio": "sequence_token",
         "clip": (3e-4, 4e-4),
         "reduction": "sequence_mean",
     },
-    "rloo": {**_PPO},
+    "rloo": {**_WHITEN, **_PPO},
     "reinforce_pp": {"gamma": 1.0, **_WHITENED, **_PPO},
     "reinforce_pp_baseline": {**_WHITENED, **_PPO},
-    "cispo": {**_SCALED, **_RATIO, "clip": (None, 4.0), **_REGULARISERS},
+    "cispo": {**_GROUP, **_RATIO, "clip": (None, 4.0), **_REGULARISERS},
     "gigpo": {
         **_SCALED,
         "scale": "none",
@@ -64,14 +66,17 @@ DEFAULTS: Mapping[str, Table] = {
         "teacher_clamp": None,
         "teacher_estimator": "k3",
         "teacher_divergence": "reverse",
+        "teacher_beta": 0.5,
+        "teacher_support": "teacher",
+        "teacher_k": 16,
         "teacher_tail": True,
         "reward": 0.0,
-        **_SCALED,
+        **_GROUP,
         **_PPO,
     },
-    "max_rl": {**_PPO},
+    "max_rl": {**_WHITEN, **_PPO},
     "sapo": {
-        **_SCALED,
+        **_GROUP,
         **_RATIO,
         "tau_pos": 1.0,
         "tau_neg": 1.05,
@@ -79,15 +84,15 @@ DEFAULTS: Mapping[str, Table] = {
         "reduction": "sequence_mean",
     },
     "gmpo": {
-        **_SCALED,
+        **_GROUP,
         "log_ratio_clamp": (-20.0, 20.0),
         "clip": (0.4, 0.4),
         **_REGULARISERS,
         "reduction": "sequence_mean",
     },
-    "dppo": {**_SCALED, **_RATIO, "clip": (0.2, 0.2), "cap": 20.0, **_REGULARISERS},
+    "dppo": {**_GROUP, **_RATIO, "clip": (0.2, 0.2), "cap": 20.0, **_REGULARISERS},
     "luspo": {
-        **_SCALED,
+        **_GROUP,
         **_PPO,
         "ratio": "sequence",
         "clip": (2e-3, 2.5e-3),

@@ -8,6 +8,8 @@ tail or a renormalisation: without either, mass that leaves the candidates looks
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -16,6 +18,7 @@ from mlxrl.algo.ratio import Bounds, clamp, token
 from mlxrl.algo.returns import reward_to_go
 
 ABSENT = -1e30
+Divergence: TypeAlias = Callable[..., mx.array]
 
 
 def present(logprobs: mx.array) -> mx.array:
@@ -184,4 +187,4 @@ def union(first: mx.array, second: mx.array) -> tuple[mx.array, mx.array]:
     return ids, mx.concatenate([mx.ones_like(first) > 0, ~seen], axis=-1)
 
 
-DIVERGENCES = {"forward": forward_kl, "reverse": reverse_kl, "jsd": jsd}
+DIVERGENCES: dict[str, Divergence] = {"forward": forward_kl, "reverse": reverse_kl, "jsd": jsd}

@@ -62,7 +62,8 @@ def dr_grpo(*, convention: str | None = None, **given: Unpack[Arguments]) -> Rec
 def dapo(*, convention: str | None = None, **given: Unpack[Arguments]) -> Recipe:
     """Decoupled clip (arXiv 2503.14476): GRPO with bounds 0.8 and 1.28, averaged over all tokens of the step.
 
-    verl adds a dual clip at 10. The paper's other two parts are `shaping.shape_overlong` and `shaping.keep_varied`.
+    verl adds a dual clip at 10. The paper's other parts are `train(max_draws=...)`, which draws further tasks in place
+    of those whose attempts are all right or all wrong, and `shaping.shape_overlong`; see [rollout] and [reward].
     """
     return _group_relative("dapo", convention, given)
 
@@ -98,7 +99,7 @@ def rloo(*, convention: str | None = None, **given: Unpack[Arguments]) -> Recipe
     `kl_reward` charges k1 after the baseline, to the tokens that lead there (OpenRLHF).
     """
     a = resolve("rloo", convention, given)
-    return _composed("rloo", a, advantages.leave_one_out, build.clipped_policy(a))
+    return _composed("rloo", a, credit.of_rewards(advantages.leave_one_out), build.clipped_policy(a))
 
 
 @_listed
@@ -155,17 +156,16 @@ def opd(*, convention: str | None = None, **given: Unpack[Arguments]) -> Recipe:
     teacher_term "advantage":  A_t = reward A_i + teacher (log pi_teacher - log pi_old)_t, in the clipped loss
     teacher_term "loss":       teacher k3(new || teacher) of the sampled token, differentiated
     teacher_term "candidates": teacher D(new, teacher) over top-K candidates, with a tail or renormalised
+    teacher_term "vocabulary": teacher D(new, teacher) over the whole vocabulary
 
     The first is the policy gradient of the reverse KL (slime, OpenClaw-RL, tinker; MiniLLM, arXiv 2306.08543), the
-    last that of GKD (arXiv 2306.13649) cut to K. `reward` adds the advantage of `grpo`.
+    last that of GKD (arXiv 2306.13649), the third that cut to K. `reward` adds the advantage of `grpo`.
     """
     a = resolve("opd", convention, given)
-    if not a["teacher"]:
-        raise ValueError("opd: teacher: wanted a coefficient that is not 0, got 0; without a teacher use grpo")
     if not a["reward"]:
         return build.recipe("opd", a, credit.no_credit, build.clipped_policy(a))
     relative = _relative(a)
-    return _composed("opd", a, lambda rewards, ids: a["reward"] * relative(rewards, ids), build.clipped_policy(a))
+    return _composed("opd", a, lambda rows, ids: a["reward"] * relative(rows, ids), build.clipped_policy(a))
 
 
 @_listed
@@ -175,7 +175,7 @@ def max_rl(*, convention: str | None = None, **given: Unpack[Arguments]) -> Reci
     A_i = (r_i - mean_g) / mean_g where the mean is positive;  clipped token loss;  mean over tokens
     """
     a = resolve("max_rl", convention, given)
-    return _composed("max_rl", a, advantages.max_rl, build.clipped_policy(a))
+    return _composed("max_rl", a, credit.of_rewards(advantages.max_rl), build.clipped_policy(a))
 
 
 @_listed
@@ -218,11 +218,18 @@ def luspo(*, convention: str | None = None, **given: Unpack[Arguments]) -> Recip
 
 
 def _relative(a: dict[str, Any]) -> credit.Baseline:
-    return partial(advantages.group_relative, scale=a["scale"], eps=a["eps"])
+    if a["combine"] == "normalise":
+        return credit.of_parts(a["eps"])
+    return credit.of_rewards(partial(advantages.group_relative, scale=a["scale"], eps=a["eps"]))
 
 
 def _composed(name: str, a: dict[str, Any], baseline: credit.Baseline, policy: Policy) -> Recipe:
-    return build.recipe(name, a, credit.group_credit(name, baseline, a["mask_truncated"]), policy)
+    whitening = _whitening(a) if a["whiten"] else None
+    return build.recipe(name, a, credit.group_credit(name, baseline, a["mask_truncated"], whitening), policy)
+
+
+def _whitening(a: dict[str, Any]) -> credit.Whitening:
+    return partial(whiten, ddof=a["whiten_ddof"], eps=a["whiten_eps"], floor=a["whiten_floor"])
 
 
 def _group_relative(name: str, convention: str | None, given: Arguments) -> Recipe:
@@ -232,7 +239,6 @@ def _group_relative(name: str, convention: str | None, given: Arguments) -> Reci
 
 def _whitened(name: str, convention: str | None, given: Arguments) -> Recipe:
     a = resolve(name, convention, given)
-    whitening = partial(whiten, ddof=a["whiten_ddof"], eps=a["whiten_eps"], floor=a["whiten_floor"])
     centre = "gamma" not in a
-    chosen = credit.whitened_credit(a.get("gamma", 1.0), whitening, centre, name, a["mask_truncated"])
+    chosen = credit.whitened_credit(a.get("gamma", 1.0), _whitening(a), centre, name, a["mask_truncated"])
     return build.recipe(name, a, chosen, build.clipped_policy(a))

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mlxrl.types import Group
+from mlxrl.algo.advantages import length_penalty
+from mlxrl.types import Group, Trajectory
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int, factor: float = 1.0, cap: float | None = None) -> float:
@@ -25,11 +26,26 @@ def shape_overlong(
     """The groups with `overlong_penalty` added to the reward of every trajectory."""
     return [
         tuple(
-            replace(row, reward=row.reward + overlong_penalty(row.length, max_tokens, buffer, factor, cap))
+            with_part(row, "shaping/overlong", overlong_penalty(row.length, max_tokens, buffer, factor, cap))
             for row in group
         )
         for group in groups
     ]
+
+
+def shape_length(groups: Sequence[Group], weight: float) -> list[Group]:
+    """The groups with a penalty in proportion to length, `advantages.length_penalty` with tokens as the cost."""
+    rows = [row for group in groups for row in group]
+    rewards, ids = [row.reward for row in rows], [n for n, group in enumerate(groups) for _ in group]
+    shaped = length_penalty(rewards, ids, [(weight, [row.length for row in rows])]).tolist()
+    parts = iter([new - old for new, old in zip(shaped, rewards, strict=True)])
+    return [tuple(with_part(row, "shaping/length", next(parts)) for row in group) for group in groups]
+
+
+def with_part(row: Trajectory, name: str, value: float) -> Trajectory:
+    """The trajectory with one more part of its reward."""
+    rewards, weights = {**row.rewards, name: value}, {**row.weights, name: 1.0}
+    return replace(row, reward=row.reward + value, rewards=rewards, weights=weights)
 
 
 def truncated_reward(reward: float, truncated: bool, coefficient: float) -> float:

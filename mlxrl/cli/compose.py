@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxrl import config
 from mlxrl.config import Config
 from mlxrl.data import read_tasks
-from mlxrl.types import Sampling, Task
+from mlxrl.types import Group, Sampling, Task
 
 if TYPE_CHECKING:
     import mlx.optimizers as optim
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mlxrl.policy.load import Policy
     from mlxrl.train.evaluate import Evaluation
     from mlxrl.train.loop import Step
+    from mlxrl.train.teacher import Teacher
 
 
 def training_rows(settings: Config) -> list[Task]:
@@ -84,10 +85,10 @@ def judge(settings: Config, policy: Policy, heldout: Sequence[Task]) -> Callable
 
 
 def optimizer(settings: Config) -> optim.Optimizer:
-    """The optimizer with its schedule, which counts updates where the config counts steps."""
+    """The optimizer with its schedule, which counts optimizer steps where the config counts those of the run."""
     from mlxrl.train.optimizer import optimizer
 
-    chosen, updates = settings.optimizer, settings.train.updates_per_rollout
+    chosen, updates = settings.optimizer, settings.train.updates_per_rollout * settings.train.minibatches
     betas = {} if chosen.betas is None else {"betas": chosen.betas}
     return optimizer(
         chosen.name,
@@ -100,7 +101,41 @@ def optimizer(settings: Config) -> optim.Optimizer:
     )
 
 
-def steps(settings: Config, policy: Policy, rows: Sequence[Task], optimizer: optim.Optimizer) -> Iterator[Step]:
+def shape(settings: Config) -> Callable[[Sequence[Group]], Sequence[Group]] | None:
+    """What is made of scored groups before they are credited, None for nothing."""
+    from mlxrl.algo import shaping
+
+    reward, shapes = settings.reward, list[Callable[[Sequence[Group]], Sequence[Group]]]()
+    if reward.overlong_buffer:
+        options = (reward.overlong_buffer, reward.overlong_factor, reward.overlong_cap)
+        shapes.append(lambda groups: shaping.shape_overlong(groups, settings.rollout.max_tokens, *options))
+    if reward.length_penalty:
+        shapes.append(partial(shaping.shape_length, weight=reward.length_penalty))
+    return (lambda groups: reduce(lambda shaped, one: one(shaped), shapes, groups)) if shapes else None
+
+
+def teacher(settings: Config, policy: Policy, rows: Sequence[Task]) -> Teacher | None:
+    """The teacher of the policy, None for an algorithm without one.
+
+    Raises:
+        ValueError: it cannot be had, has another vocabulary, or a row has no hint.
+    """
+    from mlxrl.policy.load import load
+    from mlxrl.train.teacher import hinted, teacher_of
+
+    judge = settings.teacher
+    found = None if judge.id is None else "base"
+    if judge.id not in (None, "base"):
+        found = load(judge.id, lora=None, dtype=judge.dtype, adapter=judge.adapter)
+    if judge.hint is not None:
+        for row in rows:
+            hinted(row, judge.hint)
+    return teacher_of(policy, config.algorithm(settings), found, judge.hint, settings.data.thinking)
+
+
+def steps(
+    settings: Config, policy: Policy, rows: Sequence[Task], optimizer: optim.Optimizer, teacher: Teacher | None = None
+) -> Iterator[Step]:
     """The steps of training, each taken when it is asked for."""
     from mlxrl.train.loop import train
 
@@ -109,7 +144,7 @@ def steps(settings: Config, policy: Policy, rows: Sequence[Task], optimizer: opt
         policy,
         rows,
         config.algorithm(settings),
-        reward=config.reward_functions(settings),
+        reward=config.reward_functions(settings) or None,
         steps=settings.steps,
         tasks_per_step=rollout.tasks_per_step,
         group_size=rollout.group_size,
@@ -117,10 +152,14 @@ def steps(settings: Config, policy: Policy, rows: Sequence[Task], optimizer: opt
         optimizer=optimizer,
         seed=settings.seed,
         weights=settings.reward.weights,
+        shape=shape(settings),
+        max_draws=rollout.max_draws,
+        teacher=teacher,
         max_rows=rollout.max_rows,
         thinking=settings.data.thinking,
         tokens_per_pass=settings.train.tokens_per_pass,
         updates_per_rollout=settings.train.updates_per_rollout,
+        minibatches=settings.train.minibatches,
         max_grad_norm=settings.optimizer.max_grad_norm,
     )
 
@@ -135,15 +174,28 @@ def outlined(settings: Config, training: Sequence[Task], heldout: Sequence[Task]
     return [
         ("model", f"{near(settings.model.id)}{f' ({settings.model.dtype})' if settings.model.dtype else ''}"),
         ("data", f"{len(training):,} rows of {near(settings.data.train)}{held}"),
-        ("reward", ", ".join(near(spec) for spec in settings.reward.functions)),
+        ("reward", ", ".join(near(spec) for spec in settings.reward.functions) or "none"),
         ("algorithm", f"{algorithm.name}({arguments})"),
+        *([("teacher", _judge(settings))] if "teacher" in algorithm.needs else []),
         (
             "a step",
             f"{rollout.tasks_per_step} prompts x {rollout.group_size} completions = {rows} rows of at most "
-            f"{rollout.max_tokens} tokens, {_times(train.updates_per_rollout, 'update')}",
+            f"{rollout.max_tokens} tokens{_draws(rollout.max_draws)}, "
+            f"{_times(train.updates_per_rollout * train.minibatches, 'update')}",
         ),
         ("a run", f"{settings.steps} steps{_evaluations(settings, heldout)}, in {settings.run.folder}"),
     ]
+
+
+def _judge(settings: Config) -> str:
+    judge = settings.teacher
+    name = {None: "the model itself", "base": "the model without adapters"}.get(judge.id, near(judge.id or ""))
+    adapter = f" with {near(judge.adapter)}" if judge.adapter else ""
+    return f"{name}{adapter}{f', shown {judge.hint}' if judge.hint else ''}"
+
+
+def _draws(most: int) -> str:
+    return f", at most {most} draws" if most > 1 else ""
 
 
 def _evaluations(settings: Config, heldout: Sequence[Task]) -> str:

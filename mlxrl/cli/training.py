@@ -24,6 +24,7 @@ from mlxrl.types import Task
 
 if TYPE_CHECKING:
     from mlxrl.policy.load import Policy
+    from mlxrl.train.teacher import Teacher
 
 
 def command(settings: Config, name: str, line: Sequence[str], *, dry_run: bool = False) -> int:
@@ -76,6 +77,7 @@ class Run:
     stop: Stop
     console: Console
     policy: Policy | None = None
+    teacher: Teacher | None = None
     evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def describe(self, line: Sequence[str]) -> None:
@@ -121,10 +123,13 @@ class Run:
         try:
             with self.console.busy(f"loading {compose.near(self.settings.model.id)}"):
                 self.policy = compose.policy(self.settings, self.training, trained=True)
+                self.teacher = compose.teacher(self.settings, self.policy, self.training)
         except (ValueError, OSError) as error:
             raise Fault(str(error)) from error
         source = self.settings.model.id
         self.folder.record(model={"id": source, "files": facts.model_digests(source)})
+        if (judge := self.settings.teacher.id) not in (None, "base"):
+            self.folder.record(teacher={"id": judge, "files": facts.model_digests(judge)})
         return self.policy
 
     def _run(self, policy: Policy) -> int:
@@ -150,12 +155,15 @@ class Run:
     def _train(self, policy: Policy, judge: Callable[[], Evaluation]) -> None:
         """Take the steps, up to the last one or the one in which the run was asked to stop."""
         every, optimizer = self.settings.run, compose.optimizer(self.settings)
-        for step in compose.steps(self.settings, policy, self.training, optimizer):
+        for step in compose.steps(self.settings, policy, self.training, optimizer, self.teacher):
             done = step.index + 1
             self.folder.metrics(done, step.metrics)
+            if not step.metrics["policy/updates"] and not step.metrics["policy/skipped"]:
+                drawn = {name: step.metrics[name] for name in ("groups/total", "groups/kept", "rollout/draws")}
+                self.folder.event("no signal", step=done, **drawn)
             self.folder.samples(done, step.groups)
             self.console.step(step)
-            if _due(every.samples_every, done):
+            if _due(every.samples_every, done) and step.groups:
                 self.console.samples(step.groups)
             if _due(every.checkpoint_every, done):
                 checkpoint.save(self.folder.checkpoint(done), policy, optimizer, done)

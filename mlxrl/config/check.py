@@ -7,24 +7,26 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, Unpack, cast, get_args, get_origin, get_type_hints
 
 from mlxrl import rewards, types
+from mlxrl.algo.probe import learns_alone, uses_rewards
 from mlxrl.algo.recipes import RECIPES
 from mlxrl.config.strict import ConfigError, Origin, convert
-from mlxrl.config.tables import Config, Evaluation
+from mlxrl.config.tables import Config, Evaluation, Reward, Rollout, Teacher
 from mlxrl.data import RESERVED, did_you_mean, read_tasks
-
-COMPUTED = frozenset({"old", "reference", "entropy"})
-"""What `mlxrl.train` computes for an algorithm that needs it."""
 
 TASKS_KEYWORDS = ("source", "prompt", "system", "limit")
 
 
 def check(config: Config, origin: Origin) -> None:
     """Raise ConfigError for the first fault."""
-    _check_algorithm(config, origin)
+    built = _check_algorithm(config, origin)
     _check_rollout(config, origin)
+    _check_updates(config, origin)
     _check_optimizer(config, origin)
     _check_evaluation(config, origin)
-    _check_rewards(config, origin, _columns(config, origin))
+    columns = _columns(config, origin)
+    _check_rewards(config, origin, list(columns.values()))
+    _check_use_of_rewards(config, origin, built)
+    _check_teacher(config, origin, built, columns.get(config.data.train))
 
 
 class Recipe(types.Algorithm, Protocol):
@@ -45,7 +47,7 @@ def reward_functions(config: Config) -> list[rewards.Function]:
     return [rewards.resolve(spec) for spec in config.reward.functions]
 
 
-def _check_algorithm(config: Config, origin: Origin) -> None:
+def _check_algorithm(config: Config, origin: Origin) -> Recipe:
     name, arguments = config.algorithm.name, config.algorithm.arguments
     if name not in RECIPES:
         hint = did_you_mean(name, RECIPES) or f"; there are {', '.join(RECIPES)}"
@@ -57,10 +59,10 @@ def _check_algorithm(config: Config, origin: Origin) -> None:
         built = algorithm(config)
     except (ValueError, TypeError) as error:
         raise origin.error("algorithm", _line(error), f"algorithm.{_first_named(arguments, str(error))}") from None
-    if missing := built.needs - COMPUTED:
-        raise origin.error("algorithm.name", f"{name} needs {', '.join(sorted(missing))}, which a config cannot give")
-    if config.rollout.group_size == 1 and not _learns_alone(built, config):
+    alone = config.rollout.group_size == 1 and ("teacher" not in built.needs or arguments.get("reward"))
+    if alone and not learns_alone(built, config.rollout.tasks_per_step):
         raise origin.error("rollout.group_size", f"1 cannot learn with {name}: its baseline needs at least 2 attempts")
+    return built
 
 
 def _first_named(names: Iterable[str], message: str) -> str:
@@ -80,25 +82,19 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def _learns_alone(built: types.Algorithm, config: Config) -> bool:
-    """Whether groups of one attempt, with as many rewards as a step has tasks, give any advantage."""
-    turn = types.Turn((0,), (0,), (0.0,))
-    groups = [
-        (types.Trajectory(types.Task("?"), (turn,), reward=float(place)),)
-        for place in range(config.rollout.tasks_per_step)
-    ]
-    try:
-        found = built.advantages(groups)
-    except ValueError:
-        return False
-    return any(value for group in found for one in group for value in (one if isinstance(one, list) else [one]))
-
-
 def _check_rollout(config: Config, origin: Origin) -> None:
     if config.rollout.top_k == 1:
         raise origin.error("rollout.top_k", "1 makes a group's attempts all equal and nothing is learned; 0 is off")
     if config.lora.keys is not None and not config.lora.keys:
         raise origin.error("lora.keys", "wanted at least one name, got none; leave it out for every linear layer")
+    if config.rollout.max_draws > 1 and config.rollout.group_size == 1:
+        raise origin.error("rollout.max_draws", "wanted 1, because a group of 1 attempt has no two different rewards")
+
+
+def _check_updates(config: Config, origin: Origin) -> None:
+    parts, tasks = config.train.minibatches, config.rollout.tasks_per_step
+    if parts > tasks:
+        raise origin.error("train.minibatches", f"wanted at most the {tasks} groups of a step, got {parts}")
 
 
 def _check_optimizer(config: Config, origin: Origin) -> None:
@@ -127,7 +123,7 @@ def _check_evaluation(config: Config, origin: Origin) -> None:
         raise origin.error("data.evaluation", "wanted rows that are not trained on, got the training data")
 
 
-def _columns(config: Config, origin: Origin) -> list[list[str]]:
+def _columns(config: Config, origin: Origin) -> dict[str, list[str]]:
     """The columns of the first row of each data source that is on this machine."""
     for name in config.data.columns:
         if name in RESERVED or name in TASKS_KEYWORDS:
@@ -137,10 +133,10 @@ def _columns(config: Config, origin: Origin) -> list[list[str]]:
     ]
     data = config.data
     try:
-        first = [read_tasks(source, data.prompt, data.columns, data.system, limit=1)[0] for source in sources]
+        first = {source: read_tasks(source, data.prompt, data.columns, data.system, limit=1)[0] for source in sources}
     except ValueError as error:
         raise ConfigError(_line(error)) from None
-    return [list(task.columns) for task in first]
+    return {source: list(task.columns) for source, task in first.items()}
 
 
 def _check_rewards(config: Config, origin: Origin, columns: list[list[str]]) -> None:
@@ -148,12 +144,53 @@ def _check_rewards(config: Config, origin: Origin, columns: list[list[str]]) -> 
     if twice := next((spec for spec in specs if specs.count(spec) > 1), None):
         raise origin.error("reward.functions", f"{twice!r} stands there twice; use reward.weights")
     try:
-        rewards.check_weights(len(specs), config.reward.weights)
+        if specs or config.reward.weights:
+            rewards.check_weights(len(specs), config.reward.weights)
         for function in reward_functions(config):
             for names in columns:
                 rewards.accept(function, names)
     except ValueError as error:
         raise origin.error("reward", _line(error).removeprefix("reward").lstrip(": ")) from None
+
+
+def _check_use_of_rewards(config: Config, origin: Origin, built: Recipe) -> None:
+    reward, default = config.reward, Reward()
+    used = uses_rewards(built)
+    if not reward.functions and (used or config.data.evaluation is not None):
+        why = f"{built.name} learns from rewards" if used else "data.evaluation is scored by them"
+        raise origin.error("reward", f"wanted at least one function, got none; {why}")
+    if not used:
+        for table, name in (("reward", "overlong_buffer"), ("reward", "length_penalty"), ("rollout", "max_draws")):
+            if getattr(getattr(config, table), name) != getattr(default if table == "reward" else Rollout(), name):
+                raise origin.error(f"{table}.{name}", f"has no effect, because {built.name} does not look at rewards")
+    for name in ("overlong_factor", "overlong_cap"):
+        if not reward.overlong_buffer and getattr(reward, name) != getattr(default, name):
+            raise origin.error(f"reward.{name}", "has no effect without reward.overlong_buffer")
+    if reward.overlong_buffer > config.rollout.max_tokens:
+        limit = config.rollout.max_tokens
+        raise origin.error(
+            "reward.overlong_buffer", f"wanted at most rollout.max_tokens, {limit}, got {reward.overlong_buffer}"
+        )
+
+
+def _check_teacher(config: Config, origin: Origin, built: Recipe, columns: list[str] | None) -> None:
+    teacher, given = config.teacher, config.teacher != Teacher()
+    if given and "teacher" not in built.needs:
+        raise origin.error("teacher", f"has no effect, because {built.name} does not learn from a teacher")
+    if not given and "teacher" in built.needs:
+        raise origin.error("algorithm.name", f"{built.name} needs a teacher; wanted a table [teacher] with id or hint")
+    if teacher.id == "base" and teacher.hint is None and not uses_rewards(built):
+        raise origin.error(
+            "teacher.id",
+            "'base' is what training starts from, so nothing is learned; wanted a hint, or algorithm.reward",
+        )
+    if teacher.id in (None, "base"):
+        for name in ("dtype", "adapter"):
+            if getattr(teacher, name) is not None:
+                raise origin.error(f"teacher.{name}", "has no effect, because teacher.id names no model to be loaded")
+    if teacher.hint is not None and columns is not None and teacher.hint not in columns:
+        hint = did_you_mean(teacher.hint, columns) or f"; there are {', '.join(columns)}"
+        raise origin.error("teacher.hint", f"no column {teacher.hint!r} in {config.data.train}{hint}")
 
 
 def _line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from mlxrl import rewards
 from mlxrl.config.check import check
 from mlxrl.config.strict import ConfigError, Origin, fill
-from mlxrl.config.tables import Config
+from mlxrl.config.tables import Config, Teacher
 
 _BARE = re.compile(r"[^\s\"'\[\]{}#][^\"'\[\]{}#\n]*")
 """An override's value that may be meant as a text without its quotes."""
@@ -107,7 +107,20 @@ def _located(config: Config, folder: Path, origin: Origin) -> Config:
     except ValueError as error:
         raise origin.error("reward.functions", str(error).removeprefix("reward").lstrip(": ")) from None
     model = replace(config.model, id=_model(config.model.id, folder, origin))
-    return replace(config, model=model, data=data, reward=replace(config.reward, functions=functions))
+    reward, teacher = replace(config.reward, functions=functions), _teacher(config.teacher, folder, origin)
+    return replace(config, model=model, data=data, reward=reward, teacher=teacher)
+
+
+def _teacher(teacher: Teacher, folder: Path, origin: Origin) -> Teacher:
+    if teacher.id not in (None, "base"):
+        teacher = replace(teacher, id=_model(teacher.id, folder, origin, "teacher.id"))
+    if teacher.adapter is None:
+        return teacher
+    if (path := _existing(teacher.adapter, folder)) is None:
+        raise origin.error(
+            "teacher.adapter", f"no folder {teacher.adapter!r} beside the config or in the current directory"
+        )
+    return replace(teacher, adapter=str(path))
 
 
 def _source(name: str, folder: Path, origin: Origin, key: str) -> str:
@@ -118,13 +131,13 @@ def _source(name: str, folder: Path, origin: Origin, key: str) -> str:
     return str(path)
 
 
-def _model(id: str, folder: Path, origin: Origin) -> str:
+def _model(id: str, folder: Path, origin: Origin, key: str = "model.id") -> str:
     """A path that exists as an absolute one, a Hugging Face id as it is."""
     if (path := _existing(id, folder)) is not None:
         return str(path)
     looks_like_path = id.startswith((".", "/", "~")) or id.endswith((".gguf", "/")) or id.count("/") > 1
     if looks_like_path:
-        raise origin.error("model.id", f"no folder or file {id!r} beside the config or in the current directory")
+        raise origin.error(key, f"no folder or file {id!r} beside the config or in the current directory")
     return id
 
 

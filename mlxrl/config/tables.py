@@ -55,16 +55,30 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """functions: `module:function` or `file.py:function`. weights: one each; None for 1 each."""
+    """functions: `module:function` or `file.py:function`; none where a teacher alone teaches and nothing is evaluated.
+    weights: one each; None for 1 each.
 
-    functions: tuple[str, ...]
+    overlong_buffer: tokens before the limit from which on a completion loses reward, evenly up to overlong_factor at
+    the limit, but no more than overlong_cap; 0 is off. length_penalty: what the longest of a group loses, in parts of
+    the group's mean reward, and the others in proportion to their length.
+    """
+
+    functions: tuple[str, ...] = ()
     weights: tuple[float, ...] | None = None
+    overlong_buffer: Natural = 0
+    overlong_factor: Positive = 1.0
+    overlong_cap: Positive | None = None
+    length_penalty: Annotated[float, Within(0)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """A step asks tasks_per_step prompts group_size times each. max_tokens: of a completion. max_rows: rows that
-    decode together. Temperature comes first, then top_k, top_p and min_p; 0, 1 and 0 switch them off."""
+    decode together. Temperature comes first, then top_k, top_p and min_p; 0, 1 and 0 switch them off.
+
+    max_draws: with more than 1, prompts whose attempts are all rewarded alike are left out of the step, and others are
+    asked in their place until it has its tasks_per_step or that many draws are made; what has been found then counts.
+    """
 
     tasks_per_step: Count = 4
     group_size: Count = 8
@@ -76,6 +90,22 @@ class Rollout:
     top_k: Natural = 0
     min_p: Share = 0.0
     max_rows: Count = 32
+    max_draws: Count = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """Who judges the samples, for an algorithm that learns from one.
+
+    id: a model with the same vocabulary, as in [model], or "base" for the model without its adapters; left out, the
+    model itself under a hint. dtype, adapter: of that model; adapter: a folder saved before.
+    hint: the column whose text stands behind the prompt for the teacher alone.
+    """
+
+    id: Text | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    adapter: Text | None = None
+    hint: Text | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +119,19 @@ class Algorithm:
 @dataclass(frozen=True, slots=True)
 class Train:
     """tokens_per_pass: tokens of one forward and backward pass, which bounds memory and changes nothing else.
-    updates_per_rollout: optimizer updates made of every rollout."""
+    updates_per_rollout: times that a step goes through its groups. minibatches: optimizer steps each time, for which
+    the groups are dealt into so many parts, anew every time."""
 
     tokens_per_pass: Count = 2048
     updates_per_rollout: Count = 1
+    minibatches: Count = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """The learning rate rises over warmup_steps and then follows the schedule to the last step.
 
+    Both count the steps of the run; a step of several optimizer steps moves along the schedule with each.
     betas: None for the optimizer's own. max_grad_norm: the gradient's norm is clipped to it; inf switches that off.
     """
 
@@ -145,9 +178,10 @@ class Config:
     model: Model
     lora: Lora = field(default_factory=Lora)
     data: Data
-    reward: Reward
+    reward: Reward = field(default_factory=Reward)
     rollout: Rollout = field(default_factory=Rollout)
     algorithm: Algorithm = field(default_factory=Algorithm)
+    teacher: Teacher = field(default_factory=Teacher)
     train: Train = field(default_factory=Train)
     optimizer: Optimizer = field(default_factory=Optimizer)
     evaluation: Evaluation = field(default_factory=Evaluation)

@@ -24,6 +24,10 @@ def resolved(config: Config) -> dict[str, Any]:
     plain["algorithm"] = _plain({**named, **arguments})
     if config.data.evaluation is None:
         del plain["evaluation"]
+    if not plain["teacher"]:
+        del plain["teacher"]
+    if not config.reward.overlong_buffer:
+        del plain["reward"]["overlong_factor"]
     return plain
 
 

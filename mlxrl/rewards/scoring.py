@@ -18,10 +18,10 @@ class RewardError(ValueError):
 def score(groups: Sequence[Group], *functions: Function, weights: Sequence[float] | None = None) -> tuple[Group, ...]:
     """Give every trajectory its reward: the weighted sum over the functions, each called once with all completions.
 
-    `Trajectory.rewards` holds the parts by function name. A function that returns None for a completion is left out
-    of its sum. Where a function returns NaN or infinity or raises, and where all return None, the reward is NaN,
-    which means "failed". A function that raises is called again one completion at a time, so that only those it
-    raises for are lost.
+    `Trajectory.rewards` holds the parts by function name, `Trajectory.weights` their weights. A function that returns
+    None for a completion is left out of its sum. Where a function returns NaN or infinity or raises, and where all
+    return None, the reward is NaN, which means "failed". A function that raises is called again one completion at a
+    time, so that only those it raises for are lost.
 
     Args:
         weights: one per function, 1 each if left out.
@@ -31,7 +31,8 @@ def score(groups: Sequence[Group], *functions: Function, weights: Sequence[float
     names, factors = _names(functions), check_weights(len(functions), weights)
     flat = [trajectory for group in groups for trajectory in group]
     parts = {name: _call(name, function, flat) for name, function in zip(names, functions, strict=True)} if flat else {}
-    scored = iter([_scored(one, {name: parts[name][i] for name in names}, factors) for i, one in enumerate(flat)])
+    weighted = dict(zip(names, factors, strict=True))
+    scored = iter([_scored(one, {name: parts[name][i] for name in names}, weighted) for i, one in enumerate(flat)])
     return tuple(tuple(next(scored) for _ in group) for group in groups)
 
 
@@ -41,11 +42,11 @@ def best_and_worst(group: Group) -> list[Trajectory]:
     return [group[place] for place in dict.fromkeys((order[0], order[-1]))] if order else []
 
 
-def _scored(trajectory: Trajectory, parts: Mapping[str, float | None], factors: Sequence[float]) -> Trajectory:
-    applying = [(part, factor) for part, factor in zip(parts.values(), factors, strict=True) if part is not None]
+def _scored(trajectory: Trajectory, parts: Mapping[str, float | None], weights: Mapping[str, float]) -> Trajectory:
+    applying = [(part, weights[name]) for name, part in parts.items() if part is not None]
     total = sum(part * factor for part, factor in applying) if applying else math.nan
     known = {name: math.nan if part is None else part for name, part in parts.items()}
-    return replace(trajectory, reward=float(total), rewards=known)
+    return replace(trajectory, reward=float(total), rewards=known, weights=weights)
 
 
 def _rank(trajectory: Trajectory) -> float:

@@ -68,4 +68,7 @@ def _warnings(metrics: Mapping[str, Any]) -> tuple[str, ...]:
         found.append(f"{failed:.0f} completions could not be scored and are left out")
     if skipped:
         found.append("loss or gradient was not finite; the update was skipped")
+    elif metrics.get("policy/updates") == 0:
+        drawn, draws = metrics["groups/total"], metrics["rollout/draws"]
+        found.append(f"none of {drawn:.0f} groups has a signal, draws: {draws:.0f}; nothing was updated")
     return tuple(found)

@@ -1,0 +1,300 @@
+"""A teacher in training: another model, the base, or the policy under a hint, in every form of comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from models import dense, tokenizer
+from test_policy import moved
+from test_train import a_policy, assert_same_gradient, flat, length, made
+
+from mlxrl import algo
+from mlxrl.algo import distill, distributions
+from mlxrl.policy import head
+from mlxrl.policy.adapters import LoRA
+from mlxrl.policy.load import Policy, policy
+from mlxrl.policy.logprobs import logprobs
+from mlxrl.rollout.render import render
+from mlxrl.train.loop import train
+from mlxrl.train.pack import pack
+from mlxrl.train.step import fill, gradient, update
+from mlxrl.train.teacher import Teacher, hinted, teacher_of
+from mlxrl.types import Group, Pack, Sampling, Task
+
+TERMS: list[dict[str, Any]] = [
+    {"teacher_term": "advantage"},
+    {"teacher_term": "loss"},
+    {"teacher_term": "candidates", "teacher_divergence": "reverse"},
+    {"teacher_term": "candidates", "teacher_divergence": "forward", "teacher_tail": False},
+    {"teacher_term": "candidates", "teacher_divergence": "jsd", "teacher_support": "student", "teacher_beta": 0.3},
+    {"teacher_term": "candidates", "teacher_divergence": "surrogate"},
+    {"teacher_term": "vocabulary", "teacher_divergence": "reverse"},
+    {"teacher_term": "vocabulary", "teacher_divergence": "forward"},
+    {"teacher_term": "vocabulary", "teacher_divergence": "jsd", "teacher_beta": 0.3},
+]
+HINT = "the answer is 42, says the hint"
+
+
+def recipe(**options: Any) -> Any:
+    k = {"teacher_k": 8} if options["teacher_term"] == "candidates" else {}
+    return algo.opd(**k, **options)
+
+
+def a_teacher(seed: int = 1, **changes: Any) -> Policy:
+    return policy(dense(seed, **changes), tokenizer(), lora=None)
+
+
+def with_tasks(group: Group, seed: int = 0, k: int = 8) -> Group:
+    """The group as it comes from a rollout: a prompt rendered from its task, a hint, and random candidates."""
+    task = Task("what is 6 x 7", {"hint": HINT, "none": ""})
+    prompt = render(tokenizer(), task)
+    draw = np.random.default_rng(seed)
+
+    def own(one: Any) -> Any:
+        (turn,) = one.turns
+        kept = tuple(tuple(draw.permutation(300)[:k].tolist()) for _ in turn.action)
+        return dataclasses.replace(
+            one, task=task, turns=(dataclasses.replace(turn, observation=prompt, candidates=kept),)
+        )
+
+    return tuple(own(one) for one in group)
+
+
+def whole(p: Policy, prompt: tuple[int, ...], action: tuple[int, ...]) -> mx.array:
+    """[T, V] log-probs that predict an action's tokens, all logits at once."""
+    logits = p.model(mx.array([[*prompt, *action]]))[0, len(prompt) - 1 : -1]
+    return distributions.log_softmax(logits)
+
+
+def rows(batch: Pack, name: str) -> dict[int, np.ndarray]:
+    """By row, the values at its chosen tokens."""
+    found: dict[int, np.ndarray] = {}
+    for m in batch:
+        for place, row in enumerate(m.rows):
+            found[row] = np.array(getattr(m, name))[place][np.array(m.mask)[place] > 0]
+    return found
+
+
+def a_batch(algorithm: Any, size: int = 4) -> Pack:
+    """One group; of 4 attempts it shares its prompt, of 2 it does not."""
+    return pack([with_tasks(made([1.0, 0.0, 0.5, 0.2][:size], lengths=[3, 5, 2, 4][:size]))], algorithm)
+
+
+@pytest.mark.parametrize("size", [2, 9])
+def test_the_teacher_is_forced_on_the_same_tokens_under_its_own_prompt(size):
+    p, other = a_policy(), a_teacher()
+    groups = [with_tasks(made([float(n) for n in range(size)]))]
+    batch = pack(groups, algo.opd())
+    assert all((m.prefix.size > 0) == (size == 9) for m in batch)
+    prompts = {None: groups[0][0].prompt, "hint": render(tokenizer(), hinted(groups[0][0].task, "hint"))}
+    assert len(prompts["hint"]) > len(prompts[None])
+    cases = [(other, None), (other, "hint"), ("base", None), ("base", "hint"), (None, "hint")]
+    for given, hint in cases:
+        judge = teacher_of(p, algo.opd(), given, hint)
+        assert judge is not None
+        filled = fill(p, batch, frozenset({"teacher", "reference"} if given == "base" else {"teacher"}), teacher=judge)
+        with judge.seated():
+            for row, got in rows(filled, "teacher").items():
+                action = groups[0][row].turns[0].action
+                wanted = distributions.gather(whole(judge.policy, prompts[hint], action), mx.array(action))
+                np.testing.assert_allclose(got, np.array(wanted), rtol=1e-5, atol=2e-5)
+        if (given, hint) == ("base", None):
+            for m in filled:
+                assert mx.array_equal(m.teacher, m.reference)
+
+
+@pytest.mark.parametrize("options", TERMS[2:], ids=lambda o: "-".join(map(str, o.values())))
+def test_comparisons_are_those_of_all_logits_at_once(options, monkeypatch):
+    """Value and gradient against log-probs [T, V] of both models, and chunks that cut through rows."""
+    p, other, algorithm = a_policy(), a_teacher(), recipe(**options)
+    batch = a_batch(algorithm)
+    monkeypatch.setattr(head, "CHUNK", 320 * 3)
+    filled = fill(p, batch, frozenset({"teacher"}), algo=algorithm, teacher=Teacher(other))
+    metrics, got = gradient(p, filled, algorithm, Teacher(other))
+    group, tokens = batch.groups[0], batch.totals.tokens
+    ids = None if options["teacher_term"] == "vocabulary" else rows(filled, "candidates")
+
+    def loss() -> mx.array:
+        total = mx.array(0.0)
+        for row, one in enumerate(group):
+            (turn,) = one.turns
+            pair = [whole(model, one.prompt, turn.action) for model in (p, other)]
+            if ids is not None:
+                pair = [distributions.gather(logp, mx.array(ids[row])) for logp in pair]
+            total = total + term(options, *pair).sum()
+        return total / tokens
+
+    value, wanted = nn.value_and_grad(p.model, loss)()
+    assert metrics["policy/loss"] == pytest.approx(value.item(), rel=1e-4, abs=1e-6)
+    assert_same_gradient(got, wanted, 2e-4)
+    if options.get("teacher_divergence") != "surrogate":
+        assert metrics["policy/teacher_kl"] == pytest.approx(value.item(), rel=1e-4)
+    if ids is not None and filled.minibatches[0].candidates is not None and algorithm.comparison.support == "teacher":
+        best = np.argsort(-np.array(whole(other, group[0].prompt, group[0].turns[0].action)), axis=-1)[:, :8]
+        assert [set(own) for own in ids[0].tolist()] == [set(own) for own in best.tolist()]
+
+
+def term(options: dict[str, Any], student: mx.array, teacher: mx.array) -> mx.array:
+    """[T] the term of the options, on distributions [T, K] or [T, V]."""
+    name = options["teacher_divergence"]
+    if name == "surrogate":
+        return distill.surrogate(student, teacher, (0.2, 0.2))[0]
+    if options["teacher_term"] == "candidates":
+        close = distill.with_tail if options.get("teacher_tail", True) else distill.renormalised
+        student, teacher = close(student), close(teacher)
+    if name == "jsd":
+        return distill.jsd(student, teacher, 0.3)
+    return distill.DIVERGENCES[name](student, teacher)
+
+
+@pytest.mark.parametrize("options", [TERMS[0], TERMS[4], TERMS[6]], ids=lambda o: o["teacher_term"])
+@pytest.mark.parametrize(("base", "hint"), [(True, None), (False, "hint")])
+def test_passes_that_share_a_prompt_change_nothing(options, base, hint):
+    p, algorithm = a_policy(keys=("self_attn.q_proj", "model.embed_tokens")), recipe(**options)
+    group, judge = with_tasks(made([float(n) for n in range(9)])), Teacher(p, base=base, hint=hint)
+
+    def of(tokens: int | None) -> tuple[int, Any]:
+        batch = pack([group], algorithm, tokens_per_pass=tokens)
+        assert all(m.prefix.size for m in batch)
+        filled = fill(p, batch, frozenset({"teacher"}), algo=algorithm, teacher=judge)
+        return len(batch), gradient(p, filled, algorithm, judge)[1]
+
+    (one, wanted), (several, got) = of(None), of(40)
+    assert (one, several > 2) == (1, True)
+    assert_same_gradient(got, wanted, 2e-5)
+
+
+@pytest.mark.parametrize("options", TERMS, ids=lambda o: "-".join(map(str, o.values())))
+def test_every_form_brings_the_student_closer(options):
+    p, other, algorithm = a_policy(move=False), a_teacher(), recipe(**options)
+    batch = a_batch(algorithm)
+
+    def gap() -> float:
+        """KL(student || teacher) at the tokens of the batch."""
+        found = [
+            distill.reverse_kl(*(whole(model, one.prompt, one.turns[0].action) for model in (p, other))).mean()
+            for one in batch.groups[0]
+        ]
+        return float(mx.stack(found).mean())
+
+    optimizer, before = optim.Adam(5e-3), gap()
+    for _ in range(6):
+        metrics = update(p, optimizer, batch, algorithm, teacher=other)
+    assert gap() < before - 0.01
+    assert metrics["policy/teacher_coefficient"] == 1.0
+
+
+def test_candidates_and_old_logprobs_survive_several_updates():
+    p, other = a_policy(), a_teacher()
+    algorithm = recipe(teacher_term="candidates", teacher_divergence="surrogate")
+    batch = fill(p, a_batch(algorithm), algorithm.needs | {"old"}, algo=algorithm, teacher=Teacher(other))
+    (m,) = batch
+    assert mx.array_equal(m.old, logprobs(p, m).chosen)
+    first = gradient(p, batch, algorithm, Teacher(other))
+    update(p, optim.SGD(1.0), batch, algorithm, teacher=other, max_grad_norm=1e9)
+    again = logprobs(p, m, candidates=m.candidates).chosen
+    assert mx.abs(again - m.old_candidates).max().item() > 0.01
+    # The weights and gaps are those at sampling time: l = sum_k max(-A r, -A clip r) with r of now over then.
+    wanted = distill.surrogate(again, m.teacher_candidates, (0.2, 0.2), None, (-20.0, 20.0), m.old_candidates)[0]
+    got = gradient(p, batch, algorithm, Teacher(other))[0]
+    assert got["policy/loss"] == pytest.approx((wanted * m.mask).sum().item() / batch.totals.tokens, rel=1e-4)
+    assert got["policy/loss"] < first[0]["policy/loss"]
+
+
+def test_a_reward_is_mixed_in_by_its_weight():
+    p, other = a_policy(), a_teacher()
+    batch = {weight: pack([with_tasks(made([1.0, 0.0]))], algo.opd(reward=weight)) for weight in (0.0, 0.5)}
+    judge = Teacher(other)
+    both, taught, rewarded = (
+        gradient(p, fill(p, pack([with_tasks(made([1.0, 0.0]))], one), one.needs - {"old"}, teacher=judge), one, judge)[
+            1
+        ]
+        for one in (
+            algo.opd(reward=0.5, reduction="sequence_mean"),
+            algo.opd(reduction="sequence_mean"),
+            algo.opd(reward=0.5, teacher=1e-9, reduction="sequence_mean"),
+        )
+    )
+    assert_same_gradient(both, {n: v + flat(rewarded)[n] for n, v in flat(taught).items()}, 1e-4)
+    assert not mx.any(batch[0.0].minibatches[0].advantage).item()
+
+
+@pytest.mark.parametrize("term", ["candidates", "vocabulary"])
+def test_no_more_than_a_chunk_of_logits_exists(term, monkeypatch):
+    """4 rows of 16 tokens over 40,960 words: all logits are 10 MB, of the teacher and of the student."""
+    wide = {"vocab_size": 40960, "tie_word_embeddings": True}
+    p = policy(dense(**wide), tokenizer(), lora=LoRA(rank=4))
+    moved(p.model)
+    other, algorithm = a_teacher(**wide), recipe(teacher_term=term)
+    batch = pack([made([0.0, 1.0, 2.0, 3.0], prompt=4, lengths=[16] * 4)], algorithm)
+    monkeypatch.setattr(head, "CHUNK", 2**21)  # 8 MB, and 1 MB where distributions are compared
+    judge = Teacher(other)
+    mx.clear_cache()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    filled = fill(p, batch, frozenset({"teacher"}), algo=algorithm, teacher=judge)
+    gradient(p, filled, algorithm, judge)
+    assert mx.get_peak_memory() - resting < 25e6  # all at once it is 120 MB
+
+
+def test_vocabularies_are_compared():
+    odd = policy(dense(1), tokenizer(), lora=None)
+    core = odd.tokenizer._tokenizer
+    core.add_tokens(["more"])  # one token more than the student has is no fault
+    assert teacher_of(a_policy(), algo.opd(), odd) is not None
+    other = tokenizer()
+    vocabulary = other.get_vocab()
+    first, second = (next(t for t, n in vocabulary.items() if n == number) for number in (20, 21))
+    swapped = {**vocabulary, first: 21, second: 20}
+    other._tokenizer.get_vocab = lambda: swapped
+    with pytest.raises(ValueError, match=rf"token 20 is '{first}' for the student and '{second}' for the teacher"):
+        update(a_policy(), optim.SGD(0.1), a_batch(algo.opd()), algo.opd(), teacher=policy(dense(1), other, lora=None))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "hint", "message"),
+    [
+        (algo.opd(), None, None, "opd learns from one; wanted teacher="),
+        (algo.grpo(), "base", None, "no effect, because grpo does not learn from one"),
+        (algo.grpo(), None, "hint", "no effect, because grpo does not learn from one"),
+        (algo.opd(), "bas", None, r"wanted a policy, as mlxrl.load\('bas', lora=None\) gives"),
+        (algo.opd(), "self", None, "is the student itself, which teaches nothing"),
+        (algo.opd(), None, "answer", "wanted a text in column 'answer' of every task, got None; there are hint, none"),
+        (algo.opd(), "base", "none", "wanted a text in column 'none' of every task, got ''"),
+    ],
+)  # fmt: skip
+def test_teachers_that_teach_nothing_are_refused(algorithm, given, hint, message):
+    p = a_policy()
+    with pytest.raises(ValueError, match=message):
+        update(p, optim.SGD(0.1), a_batch(algorithm), algorithm, teacher=p if given == "self" else given, hint=hint)
+
+
+def test_a_hint_stands_behind_the_last_message():
+    chat = Task(({"role": "system", "content": "s"}, {"role": "user", "content": "q"}), {"h": "x"})
+    assert hinted(chat, "h").prompt == (chat.prompt[0], {"role": "user", "content": "q\n\nx"})
+    assert hinted(Task("q", {"h": "x"}), "h").prompt == "q\n\nx"
+
+
+@pytest.mark.parametrize("options", [TERMS[0], TERMS[5], TERMS[6]], ids=lambda o: o["teacher_term"])
+def test_training_needs_no_reward(options):
+    p, other = a_policy(), a_teacher()
+    run: dict[str, Any] = {"steps": 2, "tasks_per_step": 2, "group_size": 2, "sampling": Sampling(max_tokens=5)}
+    tasks = [Task(text, {"hint": HINT}) for text in ("one", "two", "three")]
+    found = list(train(p, tasks, recipe(**options), teacher=other, minibatches=2, **run))
+    for step in found:
+        assert math.isnan(step.metrics["reward/mean"])
+        assert step.metrics["reward/failed"] == step.metrics["groups/silent"] == 0
+        assert step.metrics["policy/updates"] == 2
+        assert step.metrics["policy/teacher_kl"] != 0
+    scored = list(train(p, tasks, recipe(**options), hint="hint", reward=length, **run))
+    assert all(step.metrics["policy/updates"] == 1 for step in scored)
+    assert all(math.isfinite(step.metrics["reward/mean"]) for step in scored)
+    with pytest.raises(ValueError, match="grpo learns from rewards; wanted at least one function"):
+        next(train(p, tasks, algo.grpo(), **run))
