@@ -46,7 +46,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "opd, candidates": CANDIDATES,
     "opd, surrogate": (*CANDIDATES, "algorithm.teacher_divergence=surrogate"),
     "opd, vocabulary": (*TAUGHT, "algorithm.teacher_term=vocabulary"),
-    "opd, hint": ("algorithm.name=opd", "teacher.hint=answer"),
 }
 """Overrides of the config, by line of the table; its first word is the recipe.
 
@@ -98,7 +97,16 @@ def run(arguments: argparse.Namespace, name: str, seed: int, adapter: str) -> di
 
 def train(arguments: argparse.Namespace, folder: Path, settings: list[str]) -> None:
     """`mlxrl train` in a process of its own."""
-    command = [sys.executable, "-m", "mlxrl", "train", "--config", arguments.config, f'run.folder="{folder}"', *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "mlxrl",
+        "train",
+        "--config",
+        arguments.config,
+        f'run.folder="{folder}"',
+        *settings,
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -331,6 +331,15 @@ def test_distillation_pulls_towards_the_teacher() -> None:
     assert algo.opd().advantages([group(NAN)]) == [[0.0]]
 
 
+def test_the_teachers_lead_is_over_old_or_new_logprobs() -> None:
+    # log-probs: teacher -1, old -2, new -1.5: a lead of 1 or 0.5; ratio exp(0.5) = 1.648721, unclipped
+    new, batch = mx.array([[-1.5]]), minibatch([[1]], 0.0, teacher=mx.array([[-1.0]]), old=mx.array([[-2.0]]))
+    for source, lead in (("old", 1.0), ("new", 0.5)):
+        recipe = algo.opd(teacher_from=source, clip=None)
+        value, gradient = value_and_gradient(recipe, Logprobs(new, new), batch, Totals(1, 1, 1, 1))
+        close([value.item(), gradient.item()], [-lead * math.exp(0.5)] * 2)
+
+
 # Every recipe
 
 

@@ -161,10 +161,14 @@ def test_every_setting_arrives(folder, monkeypatch):
         "evaluation.temperature": 0.375, "evaluation.success": 0.6, "algorithm.kl": 0.03, "algorithm.name": "opd",
         "algorithm.reward": 0.25, "teacher.id": EXAMPLE, "teacher.dtype": "bfloat16", "teacher.hint": "answer",
         "reward.overlong_buffer": 5, "reward.overlong_factor": 2, "reward.overlong_cap": 1,
-        "reward.length_penalty": 0.5, "rollout.max_draws": 4, "train.minibatches": 3,
+        "reward.length_penalty": 0.5, "rollout.stop_strings": '["\\n"]', "rollout.min_tokens": 2,
+        "rollout.thinking_budget": 5, "rollout.repetition_penalty": 1.125, "rollout.presence_penalty": 0.625,
+        "rollout.frequency_penalty": 0.1875, "rollout.penalty_context": 6,
+        "rollout.max_draws": 4, "train.minibatches": 3, "train.recompute": "true",
     }  # fmt: skip
     assert train(folder, *(f"{key}={value}" for key, value in settings.items())) == 0
-    sampling = Sampling(9, 0.75, 0.875, 11, 0.125)
+    rules = (("\n",), 2, 5, 1.125, 0.625, 0.1875, 6)
+    sampling = Sampling(9, 0.75, 0.875, 11, 0.125, *rules)
     policy, rows, algorithm = (seen["train"].pop(place) for place in range(3))
     (function,) = seen["train"].pop("reward")
     shape, judge = seen["train"].pop("shape"), seen["train"].pop("teacher")
@@ -177,7 +181,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert seen["train"] == {
         "steps": 7, "tasks_per_step": 3, "group_size": 6, "sampling": sampling, "optimizer": None, "seed": 5,
         "weights": (0.5,), "max_rows": 13, "thinking": True, "tokens_per_pass": 99, "updates_per_rollout": 2,
-        "max_grad_norm": 17.0, "max_draws": 4, "minibatches": 3,
+        "max_grad_norm": 17.0, "max_draws": 4, "minibatches": 3, "recompute": True,
     }  # fmt: skip
     # Past 9 - 5 tokens each costs 2 / 5, at most 1: 2 - 1 and 1 - 0. Then half the mean of 1, times 8/8 and 4/8.
     pair = tuple(Trajectory(Task("?"), (Turn((1,), (2,) * n, (0.0,) * n),), reward=r) for n, r in ((8, 2.0), (4, 1.0)))
@@ -191,10 +195,27 @@ def test_every_setting_arrives(folder, monkeypatch):
     }  # fmt: skip
     assert (seen["evaluate"].pop(0), len(seen["evaluate"].pop(1)), seen["evaluate"].pop(2)) == (policy, 8, [function])
     assert seen["evaluate"] == {
-        "sampling": Sampling(9, 0.375), "weights": (0.5,), "max_rows": 13, "thinking": True, "seed": 5,
+        "sampling": Sampling(9, 0.375, 1.0, 0, 0.0, *rules), "weights": (0.5,), "max_rows": 13, "thinking": True,
+        "seed": 5,
     }  # fmt: skip
     assert seen["render"]["thinking"] is True
     assert json.loads((folder / "out/run/evaluation.json").read_text())["after"]["accuracy"] == 0.6
+
+
+def test_reward_functions_are_put_on_their_own_scales(folder):
+    settings = [
+        'reward.functions=["judge.py:judge", "mlxrl.rewards:last_number_matches"]', "reward.weights=[1, 0.5]",
+        "algorithm.combine=normalise", "algorithm.whiten=true", "reward.length_penalty=0.1", "rollout.max_draws=2",
+    ]  # fmt: skip
+    assert train(folder, *settings) == 0
+    assert all(
+        line["policy/updates"] == 1 and line["policy/adv_abs"] > 0
+        for line in read_lines(folder / "out/run/metrics.jsonl")
+    )
+    for sample in read_lines(folder / "out/run/samples.jsonl"):
+        judged, right, length = (sample["rewards"][name] for name in ("judge", "last_number_matches", "shaping/length"))
+        assert sample["reward"] == pytest.approx(judged + 0.5 * right + length)
+        assert -0.1 * 2.5 <= length <= 0
 
 
 OPENCLAW = ["algorithm.teacher_term=candidates", "algorithm.teacher_divergence=surrogate"]
@@ -224,6 +245,13 @@ def test_a_student_is_taught(folder, capsys, how):
     assert {"by another model": f"{EXAMPLE} with adapter", "by a hint": "the model itself, shown answer"}.get(
         how, "the model without adapters, shown answer"
     ) in out
+
+
+def test_a_row_without_a_hint_is_told_before_anything_is_loaded(folder, capsys):
+    rows = [{"question": "1+1=?", "answer": "2"}, {"question": "1+2=?", "answer": ""}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert train(folder, "--dry-run", "algorithm.name=opd", "teacher.hint=answer", "data.train=rows.jsonl") == 2
+    assert "teacher: hint: wanted a text in column 'answer' of every task, got ''" in capsys.readouterr().err
 
 
 def test_a_teacher_of_another_language_is_the_users_fault(folder, capsys):

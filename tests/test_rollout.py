@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -21,9 +22,11 @@ from mlxrl.rollout.render import render
 from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
 from mlxrl.rollout.sampling import key_of
+from mlxrl.rollout.serve import service_of
 from mlxrl.rollout.slots import Slots, capacity_for
 from mlxrl.types import Minibatch, Sampling, Task
 
+pytestmark = pytest.mark.filterwarnings("error:.*(is not compiled|decode together|one by one)")
 MODELS = [dense, hybrid, moe]
 GREEDY = Rules(Sampling(max_tokens=12, temperature=0.0))
 RAGGED = [tuple(range(20, 20 + n)) for n in (5, 3, 9, 1)]
@@ -74,11 +77,19 @@ def moved(p, scale: float = 0.1) -> None:
     mx.eval(p.model.parameters())
 
 
-@pytest.mark.parametrize("make", MODELS)
+def quantised():
+    """4-bit weights under float32 adapters."""
+    model = dense()
+    nn.quantize(model, group_size=32, bits=4)
+    return model
+
+
+@pytest.mark.parametrize("make", [*MODELS, quantised])
 def test_greedy_batch_equals_greedy_alone_for_ragged_prompts(make):
     """However rows are held, batched, chunked and compiled; a place is taken over while others are under way."""
     p = policy(make(), tokenizer(), lora=LoRA())
     moved(p)
+    assert service_of(p.model, p.head) == "slots"
     limits = [12, 4, 7, 12, 12, 9, 2, 12]
     wanted = [alone(p.model, prompt, limits[2 * i + r]) for i, prompt in enumerate(RAGGED) for r in range(2)]
     for options in (

@@ -248,6 +248,27 @@ def test_metrics_of_several_updates():
     assert averaged([])["policy/updates"] == 0
 
 
+def test_rewards_that_fail_cost_their_attempts_and_nothing_else():
+    """None from every function and NaN from any are left out; None from one leaves the other's."""
+
+    def first(completions: list[str], **_: Any) -> list[float | None]:
+        return [1.0, None, None, math.nan] * (len(completions) // 4)
+
+    def second(completions: list[str], **_: Any) -> list[float | None]:
+        return [0.5, 0.25, None, 1.0] * (len(completions) // 4)
+
+    for recipe in (grpo(), grpo(combine="normalise"), dapo(whiten=True), reinforce_pp()):
+        (step,) = steps(recipe, reward=[first, second], weights=[1.0, 2.0], max_draws=2)
+        for group in step.groups:
+            np.testing.assert_allclose([t.reward for t in group], [2.0, 0.5, math.nan, math.nan])
+        assert step.metrics["reward/failed"] == 8
+        assert step.metrics["reward/mean"] == 1.25
+        assert (step.metrics["policy/updates"], step.metrics["policy/skipped"]) == (1, 0)
+        credit = recipe.advantages(step.groups)
+        assert all(np.all(np.array(own[0]) > 0) for own in credit)
+        assert not any(np.any(own[place]) for own in credit for place in (2, 3))
+
+
 # Sampler and trainer apart
 
 

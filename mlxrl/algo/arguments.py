@@ -48,6 +48,8 @@ class Arguments(TypedDict, total=False):
     Distillation.
         teacher, teacher_term: coefficient of the divergence from the teacher, and whether it shapes the "advantage",
             is a "loss" on sampled tokens, or one on top-K "candidates" or on the whole "vocabulary".
+        teacher_from: whether the advantage is the teacher's lead over the "old" log-probs, or over the "new" ones, as
+            they are in every update.
         teacher_gamma, teacher_clamp: discount of later tokens, and bounds of a token's term.
         teacher_estimator: of the "loss". teacher_divergence: of candidates and vocabulary, "forward", "reverse" or
             "jsd", the last with teacher_beta; of candidates also "surrogate", which the recipe's clip bounds.
@@ -94,6 +96,7 @@ class Arguments(TypedDict, total=False):
     off_policy: float | None
     teacher: float
     teacher_term: Literal["advantage", "loss", "candidates", "vocabulary"]
+    teacher_from: Literal["old", "new"]
     teacher_gamma: float
     teacher_clamp: Bounds | None
     teacher_estimator: Estimator
@@ -134,7 +137,7 @@ _DEAD: tuple[tuple[tuple[str, ...], _Off, str], ...] = (
     (("correction_level", "correction_bounds"), lambda a: a["correction"] is None, "correction is None"),
     (("similarity", "gamma"), lambda a: a.get("omega") == 0, "omega is 0"),
     (_CREDIT, lambda a: a.get("reward") == 0, "reward is 0"),
-    (("teacher_gamma",), lambda a: a["teacher_term"] != "advantage", "teacher_term is not 'advantage'"),
+    (("teacher_from", "teacher_gamma"), lambda a: a["teacher_term"] != "advantage", "teacher_term is not 'advantage'"),
     (
         ("teacher_clamp",),
         lambda a: a["teacher_term"] in ("candidates", "vocabulary"),

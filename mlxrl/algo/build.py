@@ -225,7 +225,8 @@ def _off_policy(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
 
 def _teacher_gain(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
     options = (a["teacher_gamma"], a["teacher_clamp"])
-    return a["teacher"] * distill.reverse_kl_advantage(_known(batch.old), _known(batch.teacher), batch.mask, *options)
+    student = new.chosen if a["teacher_from"] == "new" else _known(batch.old)
+    return a["teacher"] * distill.reverse_kl_advantage(student, _known(batch.teacher), batch.mask, *options)
 
 
 def _teacher_loss(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:

@@ -62,6 +62,7 @@ DEFAULTS: Mapping[str, Table] = {
     "opd": {
         "teacher": 1.0,
         "teacher_term": "advantage",
+        "teacher_from": "old",
         "teacher_gamma": 0.0,
         "teacher_clamp": None,
         "teacher_estimator": "k3",

@@ -153,7 +153,8 @@ def gigpo(*, convention: str | None = None, **given: Unpack[Arguments]) -> Recip
 def opd(*, convention: str | None = None, **given: Unpack[Arguments]) -> Recipe:
     """On-policy distillation: the student's own samples, judged token by token by a teacher; no reward needed.
 
-    teacher_term "advantage":  A_t = reward A_i + teacher (log pi_teacher - log pi_old)_t, in the clipped loss
+    teacher_term "advantage":  A_t = reward A_i + teacher (log pi_teacher - log pi_old)_t, in the clipped loss;
+                               teacher_from "new" takes the lead over log pi_new instead, without gradient
     teacher_term "loss":       teacher k3(new || teacher) of the sampled token, differentiated
     teacher_term "candidates": teacher D(new, teacher) over top-K candidates, with a tail or renormalised
     teacher_term "vocabulary": teacher D(new, teacher) over the whole vocabulary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +24,16 @@ if TYPE_CHECKING:
 
 
 def training_rows(settings: Config) -> list[Task]:
-    """The rows to train on; ValueError where one is wrong, or a step asks more tasks than there are."""
+    """The rows to train on; ValueError where one is wrong or has no hint, or a step asks more than there are."""
     data, wanted = settings.data, settings.rollout.tasks_per_step
     rows = read_tasks(data.train, data.prompt, data.columns, data.system)
     if wanted > len(rows):
         raise ValueError(f"rollout: tasks_per_step: wanted at most the {len(rows)} rows of {data.train}, got {wanted}")
+    if settings.teacher.hint is not None:
+        from mlxrl.train.teacher import hinted
+
+        for row in rows:
+            hinted(row, settings.teacher.hint)
     return rows
 
 
@@ -64,19 +70,24 @@ def adapters(settings: Config) -> LoRA:
 def sampling(settings: Config) -> Sampling:
     """How training samples."""
     rollout = settings.rollout
-    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+    return Sampling(
+        rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop_strings,
+        rollout.min_tokens, rollout.thinking_budget, rollout.repetition_penalty, rollout.presence_penalty,
+        rollout.frequency_penalty, rollout.penalty_context,
+    )  # fmt: skip
 
 
 def judge(settings: Config, policy: Policy, heldout: Sequence[Task]) -> Callable[[], Evaluation]:
     """What evaluates the policy on the held-out rows, as it is when called."""
     from mlxrl.train.evaluate import evaluate
 
+    plain = replace(sampling(settings), temperature=settings.evaluation.temperature, top_p=1.0, top_k=0, min_p=0.0)
     return partial(
         evaluate,
         policy,
         heldout,
         config.reward_functions(settings),
-        sampling=Sampling(settings.rollout.max_tokens, settings.evaluation.temperature),
+        sampling=plain,
         weights=settings.reward.weights,
         max_rows=settings.rollout.max_rows,
         thinking=settings.data.thinking,
@@ -114,22 +125,19 @@ def shape(settings: Config) -> Callable[[Sequence[Group]], Sequence[Group]] | No
     return (lambda groups: reduce(lambda shaped, one: one(shaped), shapes, groups)) if shapes else None
 
 
-def teacher(settings: Config, policy: Policy, rows: Sequence[Task]) -> Teacher | None:
+def teacher(settings: Config, policy: Policy) -> Teacher | None:
     """The teacher of the policy, None for an algorithm without one.
 
     Raises:
-        ValueError: it cannot be had, has another vocabulary, or a row has no hint.
+        ValueError: it cannot be had, or has another vocabulary.
     """
     from mlxrl.policy.load import load
-    from mlxrl.train.teacher import hinted, teacher_of
+    from mlxrl.train.teacher import teacher_of
 
     judge = settings.teacher
     found = None if judge.id is None else "base"
     if judge.id not in (None, "base"):
         found = load(judge.id, lora=None, dtype=judge.dtype, adapter=judge.adapter)
-    if judge.hint is not None:
-        for row in rows:
-            hinted(row, judge.hint)
     return teacher_of(policy, config.algorithm(settings), found, judge.hint, settings.data.thinking)
 
 
@@ -158,6 +166,7 @@ def steps(
         max_rows=rollout.max_rows,
         thinking=settings.data.thinking,
         tokens_per_pass=settings.train.tokens_per_pass,
+        recompute=settings.train.recompute,
         updates_per_rollout=settings.train.updates_per_rollout,
         minibatches=settings.train.minibatches,
         max_grad_norm=settings.optimizer.max_grad_norm,

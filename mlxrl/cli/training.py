@@ -123,7 +123,7 @@ class Run:
         try:
             with self.console.busy(f"loading {compose.near(self.settings.model.id)}"):
                 self.policy = compose.policy(self.settings, self.training, trained=True)
-                self.teacher = compose.teacher(self.settings, self.policy, self.training)
+                self.teacher = compose.teacher(self.settings, self.policy)
         except (ValueError, OSError) as error:
             raise Fault(str(error)) from error
         source = self.settings.model.id

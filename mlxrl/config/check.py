@@ -87,7 +87,16 @@ def _check_rollout(config: Config, origin: Origin) -> None:
         raise origin.error("rollout.top_k", "1 makes a group's attempts all equal and nothing is learned; 0 is off")
     if config.lora.keys is not None and not config.lora.keys:
         raise origin.error("lora.keys", "wanted at least one name, got none; leave it out for every linear layer")
-    if config.rollout.max_draws > 1 and config.rollout.group_size == 1:
+    rollout = config.rollout
+    if rollout.min_tokens > rollout.max_tokens:
+        wanted = f"wanted at most rollout.max_tokens, {rollout.max_tokens}, got {rollout.min_tokens}"
+        raise origin.error("rollout.min_tokens", wanted)
+    if not all(rollout.stop_strings):
+        raise origin.error("rollout.stop_strings", f"wanted texts that are not empty, got {list(rollout.stop_strings)}")
+    penalties = (rollout.repetition_penalty, rollout.presence_penalty, rollout.frequency_penalty)
+    if rollout.penalty_context != Rollout().penalty_context and penalties == (1, 0, 0):
+        raise origin.error("rollout.penalty_context", "has no effect without a penalty")
+    if rollout.max_draws > 1 and rollout.group_size == 1:
         raise origin.error("rollout.max_draws", "wanted 1, because a group of 1 attempt has no two different rewards")
 
 

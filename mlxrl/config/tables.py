@@ -78,6 +78,8 @@ class Rollout:
 
     max_draws: with more than 1, prompts whose attempts are all rewarded alike are left out of the step, and others are
     asked in their place until it has its tasks_per_step or that many draws are made; what has been found then counts.
+    stop_strings, min_tokens, thinking_budget, repetition_penalty, presence_penalty, frequency_penalty and
+    penalty_context: see `types.Sampling`; they hold for evaluations too.
     """
 
     tasks_per_step: Count = 4
@@ -89,6 +91,13 @@ class Rollout:
     top_p: Annotated[float, Within(0, 1, above=True)] = 1.0
     top_k: Natural = 0
     min_p: Share = 0.0
+    stop_strings: tuple[str, ...] = ()
+    min_tokens: Natural = 0
+    thinking_budget: Natural | None = None
+    repetition_penalty: Positive = 1.0
+    presence_penalty: Annotated[float, Within()] = 0.0
+    frequency_penalty: Annotated[float, Within()] = 0.0
+    penalty_context: Count = 20
     max_rows: Count = 32
     max_draws: Count = 1
 
@@ -119,10 +128,12 @@ class Algorithm:
 @dataclass(frozen=True, slots=True)
 class Train:
     """tokens_per_pass: tokens of one forward and backward pass, which bounds memory and changes nothing else.
+    recompute: keep only the inputs of layers in a pass, which takes a third more time and far less memory.
     updates_per_rollout: times that a step goes through its groups. minibatches: optimizer steps each time, for which
     the groups are dealt into so many parts, anew every time."""
 
     tokens_per_pass: Count = 2048
+    recompute: bool = False
     updates_per_rollout: Count = 1
     minibatches: Count = 1
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxrl.policy.activations import lean
 from mlxrl.policy.gated_delta import chunked
 from mlxrl.policy.head import score
 from mlxrl.policy.prefix import hidden_states
@@ -86,7 +87,7 @@ def training(model: nn.Module, *, dropout: bool = False) -> Generator[None]:
     """Put a model in training mode for a pass, its dropout layers only where asked for; then back to evaluation.
 
     Kernels without a gradient, and router indices that must be constants, are chosen by this mode; linear
-    attention goes by chunks.
+    attention goes by chunks, and gated activations keep what they need.
     """
     model.train()
     try:
@@ -94,7 +95,7 @@ def training(model: nn.Module, *, dropout: bool = False) -> Generator[None]:
             for module in model.modules():
                 if isinstance(module, nn.Dropout):
                     module.eval()
-        with chunked():
+        with chunked(), lean(model):
             yield
     finally:
         model.eval()

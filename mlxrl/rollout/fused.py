@@ -16,27 +16,31 @@ import mlx.nn as nn
 
 
 class Product:
-    """x A of the layers of one input, computed for the first that asks. It holds for one step."""
+    """An input as [N, inputs] and its product with A, made for the first layer that asks. It holds for one step."""
 
     def __init__(self) -> None:
         self.input: mx.array | None = None
-        self.product: mx.array | None = None
+        self.made: tuple[mx.array, mx.array] | None = None
 
-    def of(self, x: mx.array, a: mx.array) -> mx.array:
-        """[..., sum of ranks]."""
-        if self.product is None or self.input is not x:
-            self.input, self.product = x, x @ a
-        return self.product
+    def of(self, x: mx.array, a: mx.array) -> tuple[mx.array, mx.array]:
+        """x [N, inputs] and x A [N, sum of ranks]."""
+        if self.made is None or self.input is not x:
+            flat = x.reshape(-1, x.shape[-1])
+            self.input, self.made = x, (flat, flat @ a)
+        return self.made
 
 
 def forget(products: Iterable[Product]) -> None:
     """Let go of the arrays of a step."""
     for each in products:
-        each.input = each.product = None
+        each.input = each.made = None
 
 
 class FusedLinear(nn.Module):
-    """y = W x + B A x, B scaled, with A [inputs, sum of ranks] shared; this layer's part of it starts at `start`."""
+    """y = W x + B A x, B scaled, with A [inputs, sum of ranks] shared; this layer's part of it starts at `start`.
+
+    Rows lie in one axis: a batch axis would make the last product one of many small ones.
+    """
 
     def __init__(self, linear: nn.Module, a: mx.array, b: mx.array, start: int, product: Product) -> None:
         super().__init__()
@@ -45,11 +49,10 @@ class FusedLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., outputs]."""
-        y = self.linear(x)
-        z = self._product.of(x, self.a)[..., self._start : self._start + self.b.shape[0]]
-        if y.dtype == z.dtype:
-            return mx.addmm(y, z, self.b)
-        return y + (z @ self.b).astype(y.dtype)
+        flat, z = self._product.of(x, self.a)
+        y, z = self.linear(flat), z[:, self._start : self._start + self.b.shape[0]]
+        y = mx.addmm(y, z, self.b) if y.dtype == z.dtype else y + (z @ self.b).astype(y.dtype)
+        return y.reshape(*x.shape[:-1], -1)
 
 
 @contextmanager

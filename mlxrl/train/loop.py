@@ -21,7 +21,7 @@ from mlxrl.rollout.episodes import rollout
 from mlxrl.train.draw import Drawn, draw, draw_key, further_tasks
 from mlxrl.train.optimizer import optimizer as make_optimizer
 from mlxrl.train.pack import pack
-from mlxrl.train.parts import parts
+from mlxrl.train.parts import parts as dealt
 from mlxrl.train.step import averaged, fill, update
 from mlxrl.train.teacher import Teacher, teacher_of
 from mlxrl.types import Algorithm, Group, Metrics, Pack, Sampling, Task
@@ -102,6 +102,7 @@ def train(
     max_rows: int = 32,
     thinking: bool | None = None,
     tokens_per_pass: int | None = None,
+    recompute: bool = False,
     updates_per_rollout: int = 1,
     minibatches: int = 1,
     max_grad_norm: float = 1.0,
@@ -115,10 +116,9 @@ def train(
         shape: what is made of the scored groups before they are credited, as `algo.shaping.shape_overlong`.
         max_draws: how often a step may draw tasks. With more than one, groups whose rewards are all equal are left
             out and further tasks are asked in their place; see `draw.draw`.
-        teacher, hint: see `update`.
+        teacher, hint, recompute: see `update`.
         updates_per_rollout, minibatches: how often a step goes through its groups, and in how many optimizer steps each
-            time, for which they are dealt anew. Old log-probs are computed once, before the first, and not at all
-            where there is only one.
+            time, for which they are dealt anew. Old log-probs are computed once, before the first of several.
     Raises:
         Diverged: three updates in a row were not finite.
     """
@@ -127,20 +127,17 @@ def train(
     _refuse(algo, functions, shape, max_draws)
     judge = teacher_of(policy, algo, teacher, hint, thinking)
     asking = Asking(policy, group_size, _keeping(sampling, algo), max_rows, thinking, functions, weights)
-    skips = 0
+    options: dict[str, Any] = {"teacher": judge, "max_grad_norm": max_grad_norm, "recompute": recompute}
+    patience = Patience()
     for index, todo in zip(range(start, steps), cycle(tasks, tasks_per_step, seed=seed, start=start), strict=False):
         mx.reset_peak_memory()
         clock = Clock()
-        ask = partial(asking.groups, clock, seed, index)
-        drawn = draw(ask, todo, further_tasks(tasks, todo, seed, index), max_draws)
+        more = further_tasks(tasks, todo, seed, index)
+        drawn = draw(partial(asking.groups, clock, seed, index), todo, more, max_draws)
         groups = tuple(drawn.groups if shape is None else shape(drawn.groups))
         batch = pack(groups, algo, tokens_per_pass=tokens_per_pass) if groups else None
-        found: list[Metrics] = []
-        for part in _updates(policy, batch, algo, judge, updates_per_rollout, minibatches, f"{seed}:{index}"):
-            found.append(update(policy, optimizer, part, algo, teacher=judge, max_grad_norm=max_grad_norm))
-            skips = skips + 1 if found[-1]["policy/skipped"] else 0
-            if skips >= SKIPS:
-                raise Diverged(_diverged(index))
+        parts = _updates(policy, batch, algo, judge, updates_per_rollout, minibatches, f"{seed}:{index}")
+        found = [patience.with_(update(policy, optimizer, part, algo, **options), index) for part in parts]
         clock.lap("update")
         yield Step(index, {**_drawn(drawn), **averaged(found), **_costs(clock, drawn.asked)}, groups)
 
@@ -170,7 +167,7 @@ def _updates(
     if epochs * min(minibatches, len(batch.groups)) > 1:
         batch = fill(policy, batch, algo.needs | {"old"}, teacher=judge, algo=algo)
     for epoch in range(epochs):
-        yield from parts(batch, minibatches, f"{key}:{epoch}")
+        yield from dealt(batch, minibatches, f"{key}:{epoch}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +195,21 @@ class Asking:
         return groups
 
 
-def _diverged(index: int) -> str:
-    return (
-        f"step {index}: loss or gradient was not finite in {SKIPS} updates in a row; weights are those before them. "
-        "Lower optimizer.learning_rate, or look at the rewards in samples.jsonl"
-    )
+class Patience:
+    """How many updates in a row were not finite."""
+
+    def __init__(self) -> None:
+        self._skips = 0
+
+    def with_(self, metrics: Metrics, index: int) -> Metrics:
+        """The metrics of an update; Diverged where it was one too many."""
+        self._skips = self._skips + 1 if metrics["policy/skipped"] else 0
+        if self._skips >= SKIPS:
+            raise Diverged(
+                f"step {index}: loss or gradient was not finite in {SKIPS} updates in a row; weights are those before "
+                "them. Lower optimizer.learning_rate, or look at the rewards in samples.jsonl"
+            )
+        return metrics
 
 
 class Clock:

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import activations as theirs
+from mlx_lm.models import qwen3, switch_layers
+from models import dense, hybrid, moe, tokenizer
+from test_policy import minibatch, moved
+from test_train import assert_same_gradient
+
+from mlxrl.policy import activations as ours
+from mlxrl.policy.activations import activations, gated, lean
+from mlxrl.policy.adapters import LoRA
+from mlxrl.policy.load import policy
+from mlxrl.policy.logprobs import logprobs, training
+
+
+def test_slopes_worked_out_by_hand():
+    """gate ln 3: s = 3/4, silu = 0.823959; d/d gate = up s (1 + gate (1 - s)) = 2 * 0.75 * 1.274653 = 1.911980."""
+    gate, up = mx.array([np.log(3)], mx.float32), mx.array([2.0])
+    value, (by_gate, by_up) = mx.value_and_grad(lambda a, b: gated(a, b).sum(), argnums=(0, 1))(gate, up)
+    assert value.item() == pytest.approx(1.647918, rel=1e-6)
+    assert by_gate.item() == pytest.approx(1.911980, rel=1e-6)
+    assert by_up.item() == pytest.approx(0.823959, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_values_are_those_of_mlx_lm_bit_for_bit_and_slopes_to_rounding(dtype):
+    keys = mx.random.split(mx.random.key(0), 3)
+    gate, up, weigh = ((4 * mx.random.normal((50, 30), key=key)).astype(dtype) for key in keys)
+    assert mx.array_equal(gated(gate, up), theirs.swiglu(gate, up))
+    found = [
+        mx.grad(lambda a, b, f=f: (f(a, b) * weigh).sum(), argnums=(0, 1))(gate, up) for f in (gated, theirs.swiglu)
+    ]
+    for got, wanted in zip(*found, strict=True):
+        assert got.dtype == dtype
+        assert (mx.linalg.norm(got - wanted) / mx.linalg.norm(wanted)).item() < (1e-6 if dtype == mx.float32 else 1e-2)
+    large = mx.grad(lambda a: gated(a, mx.ones(2)).sum())(mx.array([-200.0, 200.0]))
+    assert large.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("make", "user"), [(dense, qwen3), (moe, switch_layers)])
+def test_installed_where_a_model_uses_it_and_restored(make, user):
+    model = make()
+    with lean(model):
+        assert user.swiglu is gated
+        before = activations()
+        mx.eval(model(mx.array([[1, 2, 3]])))
+        assert activations() == before + 2
+        with lean(model):
+            assert user.swiglu is gated
+        assert user.swiglu is gated
+    assert user.swiglu is theirs.swiglu
+    with pytest.raises(RuntimeError), lean(model):
+        raise RuntimeError
+    assert user.swiglu is theirs.swiglu
+
+
+@pytest.mark.parametrize("make", [dense, hybrid, moe])
+def test_training_passes_use_it_with_the_gradient_of_autodiff(make, monkeypatch):
+    p = policy(make(), tokenizer(), lora=LoRA())
+    moved(p.model)
+    batch = minibatch(5)
+    weigh = mx.random.normal(batch.tokens.shape, key=mx.random.key(3)) * batch.mask
+    before = activations()
+    with training(p.model):
+        got = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).chosen * weigh).sum())()
+    assert activations() == before + 2 * len(p.model.layers)
+    monkeypatch.setattr(ours, "gated", theirs.swiglu)
+    with training(p.model):
+        wanted = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).chosen * weigh).sum())()
+    assert got[0].item() == wanted[0].item()
+    assert_same_gradient(got[1], wanted[1], 1e-5)
+
+
+def test_two_arrays_are_kept_instead_of_four():
+    """A chain of 12 activations, of one gate and one up each: 2 arrays each against 4."""
+    keys = mx.random.split(mx.random.key(0), 24)
+    x = mx.random.normal((256, 512), key=keys[0])
+    weights = [0.04 * mx.random.normal((512, 512), key=key) for key in keys]
+    mx.eval(x, weights)
+
+    def held(rule) -> int:
+        def loss(x):
+            for a, b in zip(weights[::2], weights[1::2], strict=True):
+                x = rule(x @ a, x @ b)
+            return x.sum()
+
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(mx.grad(loss)(x))
+        return (mx.get_peak_memory() - before) // x.nbytes
+
+    assert held(gated) < 0.65 * held(theirs.swiglu)
