@@ -181,9 +181,13 @@ def _passes(subject: Policy, prompt: int, repeats: int, plain_up_to: int = 400) 
     fours = pack([group], algo, tokens_per_pass=prompt + 4 * 64)
 
     def plain() -> Any:
-        with training(subject.model):
-            loss = lambda: algo.loss(_every_logit(subject, batch), batch, whole.totals)[0]  # noqa: E731
-            return nn.value_and_grad(subject.model, loss)()
+        subject.model.train()
+        value = nn.value_and_grad(
+            subject.model, lambda: algo.loss(_every_logit(subject, batch), batch, whole.totals)[0]
+        )
+        found = value()
+        subject.model.eval()
+        return found
 
     ways: dict[str, Way] = {"every row with its prompt": plain} if prompt <= plain_up_to else {}
     ways |= {

@@ -1,8 +1,8 @@
 """mlxrl: reinforcement-learning post-training of language models on MLX.
 
 The names below are the library; `examples/loop.py` is a training run written with them. More recipes, and the pieces
-that all are made of, are in `mlxrl.algo`. Each name is imported when it is first asked for, so that `mlxrl --help` loads
-no numpy and a machine without MLX's backend can be told so.
+that all are made of, are in `mlxrl.algo`. Each name is imported when it is first asked for, so that `mlxrl --help`
+loads no numpy and a machine without MLX's backend can be told so.
 """
 
 import sys

@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **EXPERTS, "num_hidden_layers": 4, "model_max_length": 512, "num_experts_per_token": 2, "num_shared_experts": 1,
         "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "mla_use_nope": True,
         "first_k_dense_replace": 1, "linear_attn_config": {
-            "kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4,
+            "kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4,  # noqa: E501
         },
     },
     "lfm2": {
@@ -91,7 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_ctx": 512, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512, "layer_norm_epsilon": 1e-5},
     "llama4": {"text_config": {
-        **SIZES, "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8, "interleave_moe_layer_step": 2,
+        **SIZES, "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8, "interleave_moe_layer_step": 2,  # noqa: E501
         "intermediate_size_mlp": 128, "num_experts_per_tok": 1, "num_local_experts": 2, "rope_scaling": None,
         "use_qk_norm": True, "num_hidden_layers": 4,
     }},

@@ -51,7 +51,8 @@ def _gated() -> Any:
     from mlx_lm.models.activations import swiglu
 
     def backward(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx.array]:
-        return _slopes(*primals, cotangent)
+        gate, up = primals
+        return _slopes(gate, up, cotangent)
 
     function: Any = mx.custom_function(swiglu)
     function.vjp(backward)
