@@ -13,6 +13,9 @@ from mlxrl.config import Config
 from mlxrl.data import read_tasks
 from mlxrl.types import Group, Sampling, Task
 
+RENDERED = 1000
+"""Rows that are put through the chat template before training, so that a bad one does not end it half way."""
+
 if TYPE_CHECKING:
     import mlx.optimizers as optim
 
@@ -49,14 +52,15 @@ def policy(settings: Config, rows: Sequence[Task], *, trained: bool, adapter: st
     """The model with fresh adapters to be trained, with saved ones, or as it is.
 
     Raises:
-        ValueError: it cannot be had, or its template does not take the first of the rows.
+        ValueError: it cannot be had, or its template does not take one of the first rows.
     """
     from mlxrl.policy.load import load
     from mlxrl.rollout.render import render
 
     lora = adapters(settings) if trained else None
     loaded = load(settings.model.id, lora=lora, dtype=settings.model.dtype, adapter=adapter, seed=settings.seed)
-    render(loaded.tokenizer, rows[0], thinking=settings.data.thinking)
+    for row in rows[:RENDERED]:
+        render(loaded.tokenizer, row, thinking=settings.data.thinking)
     return loaded
 
 

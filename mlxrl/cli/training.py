@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from mlxrl.cli import compose
 from mlxrl.cli.main import fault
 from mlxrl.config import Config
 from mlxrl.rewards import RewardError
+from mlxrl.rollout.render import PromptError
 from mlxrl.runs import facts
 from mlxrl.runs.folder import RunFolder, create, free_folder, refuse_taken
 from mlxrl.runs.stop import Stop
@@ -100,9 +102,10 @@ class Run:
             self.folder.enter("running")
             return self._run(self._load())
         except KeyboardInterrupt:
+            self._keep()
             self.folder.enter("interrupted")
             return 130
-        except (Fault, RewardError, Diverged) as error:
+        except (Fault, RewardError, Diverged, PromptError) as error:
             self._failed(error)
             return fault(error)
         except Exception as error:  # noqa: BLE001  (the folder has to say that the run failed, whatever it was)
@@ -114,7 +117,13 @@ class Run:
 
     def _failed(self, error: Exception) -> None:
         self.console.close()
-        self.folder.failure(error)
+        try:
+            self._keep()
+        finally:
+            self.folder.failure(error)
+
+    def _keep(self) -> None:
+        """Save what was learned so far, if there is something."""
         if self.policy is not None:
             self.policy.save(self.folder.adapters)
 
@@ -199,10 +208,10 @@ class Run:
 
     def _next(self) -> list[str]:
         model, adapters = compose.near(self.settings.model.id), self.folder.adapters
-        return [
-            f"adapter   {adapters}",
-            f"try it    mlx_lm.generate --model {model} --adapter-path {adapters} --prompt ...",
-        ]
+        if model.endswith(".gguf"):
+            return [f"adapter   {adapters}"]
+        words = shlex.join(["mlx_lm.generate", "--model", model, "--adapter-path", str(adapters), "--prompt"])
+        return [f"adapter   {adapters}", f"try it    {words} ..."]
 
 
 def _due(every: int, done: int) -> bool:

@@ -85,7 +85,7 @@ def resolve_keys(model: nn.Module, keys: Sequence[str] | None) -> list[str]:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"lora: keys: {key!r} matches no layer{hint} The names are: {', '.join(known)}")
+            raise ValueError(f"lora: keys: {key!r} matches no layer{hint}; the names are: {', '.join(known)}")
     return list(keys)
 
 
@@ -200,7 +200,10 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     path = Path(folder) / "adapters.safetensors"
     if not path.is_file():
         raise ValueError(f"{folder}: no adapters.safetensors; wanted a folder that a run or mlx-lm has saved")
-    weights: dict[str, mx.array] = mx.load(str(path))  # pyright: ignore
+    try:
+        weights: dict[str, mx.array] = mx.load(str(path))  # pyright: ignore
+    except RuntimeError as error:
+        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
     wanted = {name: value.shape for name, value in leaves(model.trainable_parameters())}
     got = {name: value.shape for name, value in weights.items()}
     if wanted != got:
@@ -215,6 +218,10 @@ def read_config(folder: str | Path) -> LoRA:
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no adapter_config.json; wanted a folder that a run or mlx-lm has saved")
-    parameters = json.loads(path.read_text(encoding="utf-8"))["lora_parameters"]
-    keys = parameters.get("keys")
-    return LoRA(parameters["rank"], parameters["scale"], parameters["dropout"], None if keys is None else tuple(keys))
+    try:
+        parameters = json.loads(path.read_text(encoding="utf-8"))["lora_parameters"]
+        keys = parameters.get("keys")
+        kept = None if keys is None else tuple(keys)
+        return LoRA(int(parameters["rank"]), float(parameters["scale"]), float(parameters["dropout"]), kept)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: wanted lora_parameters with rank, scale and dropout, got {error!r}") from error

@@ -114,7 +114,7 @@ def _load_mlx_lm(id: str, path: Path) -> tuple[Any, Any]:
         raise ValueError(f"model: id: no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
     try:
         loaded = mlx_lm.load(str(path) if path.exists() else id)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"model: id: {id} could not be loaded: {reason[:300]}") from error
     return loaded[0], loaded[1]

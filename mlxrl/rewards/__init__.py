@@ -8,7 +8,7 @@ returns a float per completion; None means "does not apply here".
 from mlxrl.rewards.answers import contains, exact_match, last_number, last_number_matches, text_of
 from mlxrl.rewards.find import located, resolve
 from mlxrl.rewards.functions import Function, accept, check_weights
-from mlxrl.rewards.scoring import RewardError, best_and_worst, score
+from mlxrl.rewards.scoring import RewardError, best_and_worst, require_scores, score
 
 __all__ = [
     "Function",
@@ -22,6 +22,7 @@ __all__ = [
     "last_number_matches",
     "located",
     "resolve",
+    "require_scores",
     "score",
     "text_of",
 ]

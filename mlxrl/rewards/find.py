@@ -74,7 +74,7 @@ def _installed(module: str) -> str | None:
 def _import(module: str, spec: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         raise _unimportable(spec, error) from error
 
 
@@ -91,12 +91,12 @@ def _load(path: Path, spec: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _unimportable(spec, error) from error
     return module
 
 
-def _unimportable(spec: str, error: Exception) -> ValueError:
+def _unimportable(spec: str, error: BaseException) -> ValueError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return ValueError(f"reward {spec!r}: cannot be imported: {reason}")

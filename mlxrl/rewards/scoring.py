@@ -36,6 +36,17 @@ def score(groups: Sequence[Group], *functions: Function, weights: Sequence[float
     return tuple(tuple(next(scored) for _ in group) for group in groups)
 
 
+def require_scores(groups: Sequence[Group]) -> Sequence[Group]:
+    """The groups; RewardError where not one completion that the model finished has a finite reward."""
+    finished = [trajectory for group in groups for trajectory in group if trajectory.stop != "error"]
+    if finished and not any(math.isfinite(trajectory.reward) for trajectory in finished):
+        raise RewardError(
+            f"reward: wanted a finite number for at least one of {len(finished)} completions, got None, NaN, infinity "
+            "or an exception for each; look at the reward functions"
+        )
+    return groups
+
+
 def best_and_worst(group: Group) -> list[Trajectory]:
     """The attempts with the highest and the lowest reward, one where they are the same; failed ones come last."""
     order = sorted(range(len(group)), key=lambda place: _rank(group[place]), reverse=True)
@@ -43,6 +54,8 @@ def best_and_worst(group: Group) -> list[Trajectory]:
 
 
 def _scored(trajectory: Trajectory, parts: Mapping[str, float | None], weights: Mapping[str, float]) -> Trajectory:
+    if trajectory.stop == "error":
+        return replace(trajectory, reward=math.nan)
     applying = [(part, weights[name]) for name, part in parts.items() if part is not None]
     total = sum(part * factor for part, factor in applying) if applying else math.nan
     known = {name: math.nan if part is None else part for name, part in parts.items()}
@@ -57,20 +70,20 @@ def _call(name: str, function: Function, flat: Sequence[Trajectory]) -> list[flo
     columns = list(dict.fromkeys(name for trajectory in flat for name in trajectory.task.columns))
     try:
         returned = function(**_keywords(function, flat, columns))
-    except Exception as error:  # noqa: BLE001  (any exception of a user's function costs a sample, not the run)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (any exception of a user's function costs a sample, not the run)
         return _one_by_one(name, function, flat, columns, error)
     return _numbers(name, returned, len(flat))
 
 
 def _one_by_one(
-    name: str, function: Function, flat: Sequence[Trajectory], columns: Sequence[str], error: Exception
+    name: str, function: Function, flat: Sequence[Trajectory], columns: Sequence[str], error: BaseException
 ) -> list[float | None]:
     values: list[float | None] = []
     failed = 0
     for trajectory in flat if len(flat) > 1 else ():
         try:
             returned = function(**_keywords(function, [trajectory], columns))
-        except Exception:  # noqa: BLE001  (as above)
+        except (Exception, SystemExit):  # noqa: BLE001  (as above)
             values.append(math.nan)
             failed += 1
         else:

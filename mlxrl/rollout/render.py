@@ -7,6 +7,10 @@ from typing import Any
 from mlxrl.types import Message, Task
 
 
+class PromptError(ValueError):
+    """A prompt that cannot be put to the model."""
+
+
 def render(tokenizer: Any, task: Task, *, thinking: bool | None = None) -> tuple[int, ...]:
     """The ids of a task's prompt, ready for the model to answer.
 
@@ -15,16 +19,19 @@ def render(tokenizer: Any, task: Task, *, thinking: bool | None = None) -> tuple
     Args:
         thinking: passed to the template as `enable_thinking`; None leaves the template's default.
     Raises:
-        ValueError: messages for a tokenizer without a chat template, or a prompt of no tokens.
+        PromptError: messages for a tokenizer without a chat template, or a prompt of no tokens.
     """
     if tokenizer.has_chat_template:
         ids = _templated(tokenizer, task, thinking)
     elif isinstance(task.prompt, str):
-        ids = tokenizer.encode(task.prompt)
+        try:
+            ids = tokenizer.encode(task.prompt)
+        except TypeError as error:  # the tokenizer's word for text that is not Unicode
+            raise PromptError(f"prompt {task.prompt[:80]!r}: the tokenizer refuses it: {error}") from error
     else:
-        raise ValueError("prompt: the tokenizer has no chat template; wanted a string, got messages")
+        raise PromptError("prompt: the tokenizer has no chat template; wanted a string, got messages")
     if not ids:
-        raise ValueError(f"prompt: {task.prompt!r} has no tokens")
+        raise PromptError(f"prompt: {task.prompt!r} has no tokens")
     return tuple(int(token) for token in ids)
 
 
@@ -33,4 +40,7 @@ def _templated(tokenizer: Any, task: Task, thinking: bool | None) -> list[int]:
         [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else list(task.prompt)
     )
     switch = {} if thinking is None else {"enable_thinking": thinking}
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **switch)
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **switch)
+    except Exception as error:  # a template is a program of the model's, and may raise anything
+        raise PromptError(f"prompt {str(task.prompt)[:80]!r}: the chat template refuses it: {error}") from error

@@ -7,6 +7,7 @@ Whatever a model or a data file has written is shown through `safe`.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,11 +34,22 @@ SAMPLE_WIDTH = 240
 """Characters of a completion that are shown."""
 
 
+class Unbroken(Rich):
+    """A console whose reader may go away: what it would have shown is dropped, and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Fall silent. The stream is turned away, so that nothing raises when Python flushes it at the end."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+
+
 class Console:
     """Writes a run of so many steps to a stream, standard output by default."""
 
     def __init__(self, steps: int, *, stream: IO[str] | None = None, width: int | None = None) -> None:
-        self._rich = Rich(file=stream, width=width, highlight=False, emoji=False, markup=False)
+        self._rich = Unbroken(file=stream, width=width, highlight=False, emoji=False, markup=False)
         self._plain = not self._rich.is_terminal or self._rich.is_dumb_terminal
         self._unicode = self._rich.encoding.lower().replace("-", "").startswith("utf")
         self._steps = steps

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from mlxrl.policy.load import Policy
-from mlxrl.rewards import score
+from mlxrl.rewards import require_scores, score
 from mlxrl.rollout.episodes import rollout
 from mlxrl.rollout.sampling import key_of
+from mlxrl.train.loop import require_finite
 from mlxrl.types import Sampling, Task, Trajectory
 
 RESAMPLES = 10_000
@@ -57,7 +58,9 @@ def evaluate(
     groups = rollout(
         policy, tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows, thinking=thinking
     )
-    return Evaluation(tuple(group[0] for group in score(groups, *functions, weights=weights)))
+    require_finite(groups, "evaluation")
+    scored = require_scores(score(groups, *functions, weights=weights))
+    return Evaluation(tuple(group[0] for group in scored))
 
 
 def compare(before: Evaluation, after: Evaluation, seed: int = 0) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from mlxrl.algo.probe import candidates_kept, uses_rewards
 from mlxrl.data import cycle
 from mlxrl.policy.load import Policy
-from mlxrl.rewards import score
+from mlxrl.rewards import require_scores, score
 from mlxrl.rollout.episodes import rollout
 from mlxrl.train.draw import Drawn, draw, draw_key, further_tasks
 from mlxrl.train.optimizer import optimizer as make_optimizer
@@ -189,10 +189,21 @@ class Asking:
             max_rows=self.max_rows, thinking=self.thinking,
         )  # fmt: skip
         clock.lap("rollout")
+        require_finite(groups, f"step {step}")
         if self.functions:
-            groups = score(groups, *self.functions, weights=self.weights)
+            groups = require_scores(score(groups, *self.functions, weights=self.weights))
         clock.lap("reward")
         return groups
+
+
+def require_finite(groups: Sequence[Group], where: str) -> None:
+    """Diverged where the model had no finite logits in any row."""
+    stops = [trajectory.stop for group in groups for trajectory in group]
+    if stops and all(stop == "error" for stop in stops):
+        raise Diverged(
+            f"{where}: the model's logits were not finite in any of {len(stops)} rows; lower "
+            "optimizer.learning_rate, or look at the model's weights"
+        )
 
 
 class Patience:
