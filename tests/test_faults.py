@@ -1,0 +1,66 @@
+"""Faults that once lost work or were called a success, through the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "examples" / "arithmetic.toml"
+SMALL = ["steps=3", "rollout.tasks_per_step=2", "rollout.group_size=4", "evaluation.rows=8"]
+
+
+def mlxrl(folder: Path, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlxrl", "train", "--config", str(CONFIG), *SMALL, f'run.folder="{folder}"']
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+def state(folder: Path) -> str:
+    return json.loads((folder / "manifest.json").read_text())["state"]
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    command = f"{sys.executable} -m mlxrl train --config {CONFIG} {' '.join(SMALL)} run.folder={tmp_path}/run | head -1"
+    subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], check=True, timeout=120, capture_output=True)
+    assert state(tmp_path / "run") == "succeeded"
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import sys; sys.exit('judge is down')", "raised for each of"),
+        ("return [float('nan')] * len(completions)", "wanted a finite number"),
+        ("return [None] * len(completions)", "wanted a finite number"),
+    ],
+)
+def test_a_reward_that_never_gives_a_number_ends_the_run_in_one_line(tmp_path, body, words):
+    (tmp_path / "mine.py").write_text(f"def reward(completions, **_):\n    {body}\n")
+    done = mlxrl(tmp_path / "run", f'reward.functions=["{tmp_path}/mine.py:reward"]')
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert state(tmp_path / "run") == "failed"
+
+
+def test_a_model_that_is_destroyed_ends_the_run(tmp_path):
+    done = mlxrl(tmp_path / "run", "optimizer.learning_rate=1e30", "steps=6")
+    assert done.returncode == 2
+    assert "not finite" in done.stderr
+    assert state(tmp_path / "run") == "failed"
+
+
+def test_a_file_of_weights_that_is_cut_is_one_line(tmp_path):
+    import shutil
+
+    shutil.copytree(ROOT / "examples/arithmetic", tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    done = mlxrl(tmp_path / "run", f'model.id="{tmp_path}/model"')
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "could not be loaded" in done.stderr
