@@ -206,7 +206,7 @@ VIEWS = ("Broadcast", "Unflatten", "Flatten", "ExpandDims", "Squeeze", "Transpos
 def step_costs(work: Work, steps: int = 10) -> dict[str, Any]:
     """What a step of all rows costs: kernels in its graph, milliseconds of the host's thread, and of its parts."""
     model, head = work.subject.model, work.subject.head
-    costs: dict[str, Any] = {"rows": len(work.requests)}
+    costs: dict[str, Any] = {"rows": len(work.requests), "mlx_lm": {"kernels": _kernels(_mlx_lm_step(work))}}
     for name in ("compiled", "eager"):
         loop = Loop(model, head, work.requests, Rules(Sampling(max_tokens=64)), compiled=name == "compiled")
         with fused(model) as products:
@@ -218,6 +218,28 @@ def step_costs(work: Work, steps: int = 10) -> dict[str, Any]:
             costs[name] = {"kernels": kernels, "host_milliseconds": round(1e3 * min(host), 2)}
             costs["parts"] = _parts(loop)
     return costs
+
+
+def _mlx_lm_step(work: Work) -> list[mx.array]:
+    """What BatchGenerator computes in a step: the forward, every row's log-probs of the vocabulary, the draw."""
+    model = work.subject.model
+    filled = {prompt: prefill(model, work.subject.head, [prompt], 2048)[0].caches for prompt in set(work.prompts)}
+    layers = zip(*(filled[prompt] for prompt in work.prompts), strict=True)
+    merged = [type(layer[0]).merge(list(layer)) for layer in layers]
+    mx.eval([cache.state for cache in merged])
+    logits = model(mx.zeros((len(work.prompts), 1), mx.int32), cache=merged)[:, -1]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return [
+        make_sampler(1.0)(logprobs),
+        *list(logprobs),
+        *(array for cache in merged for array in _arrays(cache.state)),
+    ]
+
+
+def _arrays(state: Any) -> list[mx.array]:
+    if isinstance(state, mx.array):
+        return [state]
+    return [array for part in state for array in _arrays(part)] if isinstance(state, list | tuple) else []
 
 
 def _advance(loop: Loop) -> float:
@@ -277,7 +299,7 @@ def hybrid_prefill(subject: Policy, tokens: int, repeats: int) -> dict[str, Any]
     return {
         "tokens": tokens,
         "model": compared(
-            lambda: mx.eval(prefill(subject.model, subject.head, prompt, 2048).logits), loop, 3 * repeats
+            lambda: mx.eval(prefill(subject.model, subject.head, [prompt], 2048)[0].logits), loop, 3 * repeats
         ),
         "rule": compared(
             lambda: mx.eval(gated_delta(q, k, v, g, beta, state)),

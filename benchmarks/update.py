@@ -168,9 +168,9 @@ def group_of(prompt: int, rows: int = 8, tokens: int = 64) -> Group:
     return tuple(Trajectory(Task("x"), (t,), float(i % 2), sampling=sampling) for i, t in enumerate(turns))
 
 
-def pass_case(model: str, repeats: int) -> list[dict[str, Any]]:
+def pass_case(model: str, prompts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     subject = load(model, dtype="float32", lora=LoRA(rank=8))
-    return [_passes(subject, prompt, repeats) for prompt in (150, 400, 1000)]
+    return [_passes(subject, prompt, repeats) for prompt in prompts]
 
 
 def _passes(subject: Policy, prompt: int, repeats: int, plain_up_to: int = 400) -> dict[str, Any]:
@@ -302,6 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a .gguf file, for the cases pass and step")
     parser.add_argument("--cases", default="head,gated,depth")
+    parser.add_argument("--prompts", default="150,400,1000", help="tokens of the prompts of case pass")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--name", default="update")
@@ -309,7 +310,7 @@ def main() -> None:
     known: dict[str, Callable[[], Any]] = {
         "head": lambda: head_case(given.repeats),
         "gated": lambda: gated_case(given.repeats),
-        "pass": lambda: pass_case(given.model, given.repeats),
+        "pass": lambda: pass_case(given.model, [int(prompt) for prompt in given.prompts.split(",")], given.repeats),
         "step": lambda: step_case(given.model, given.steps),
         "depth": depth_case,
         "long": long_case,

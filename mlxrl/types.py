@@ -210,11 +210,15 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The minibatches of one optimizer step, the denominators they share, and the groups that they are made of."""
+    """The minibatches of one optimizer step, the denominators they share, and the groups that they are made of.
+
+    cut: by the number of a row, how many tokens that the model chose were left off its end, being too many.
+    """
 
     minibatches: tuple[Minibatch, ...]
     totals: Totals
     groups: tuple[Group, ...] = ()
+    cut: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def __iter__(self) -> Iterator[Minibatch]:
         return iter(self.minibatches)

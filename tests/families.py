@@ -108,7 +108,10 @@ def family(name: str, seed: int = 0) -> Any:
 
 def table(services: dict[str, str]) -> str:
     """A Markdown table of how families are served, for the design's section on rollouts."""
-    words = {"slots": "batched", "equal": "fallback: equal lengths", "single": "fallback: one by one"}
+    words = {
+        "ragged": "batched", "slots": "batched; prompts of one length at a time", "equal": "fallback: equal lengths",
+        "single": "fallback: one by one",
+    }  # fmt: skip
     lines = ["| family of mlx-lm | rows |", "|---|---|"]
     lines += [f"| {name} | {words[service]} |" for name, service in sorted(services.items())]
     rest = len(architectures() - set(services))

@@ -11,23 +11,30 @@ from test_policy import minibatch, moved
 from test_train import assert_same_gradient
 
 from mlxrl.policy import activations as ours
-from mlxrl.policy.activations import activations, gated, lean
+from mlxrl.policy.activations import activations, gated, gated_by, lean
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import policy
 from mlxrl.policy.logprobs import logprobs, training
 
 
-def test_slopes_worked_out_by_hand():
+def variant(keeping: bool):
+    return lambda gate, up: gated_by(keeping)(gate, up)[0]
+
+
+@pytest.mark.parametrize("keeping", [True, False])
+def test_slopes_worked_out_by_hand(keeping):
     """gate ln 3: s = 3/4, silu = 0.823959; d/d gate = up s (1 + gate (1 - s)) = 2 * 0.75 * 1.274653 = 1.911980."""
     gate, up = mx.array([np.log(3)], mx.float32), mx.array([2.0])
-    value, (by_gate, by_up) = mx.value_and_grad(lambda a, b: gated(a, b).sum(), argnums=(0, 1))(gate, up)
+    value, (by_gate, by_up) = mx.value_and_grad(lambda a, b: variant(keeping)(a, b).sum(), argnums=(0, 1))(gate, up)
     assert value.item() == pytest.approx(1.647918, rel=1e-6)
     assert by_gate.item() == pytest.approx(1.911980, rel=1e-6)
     assert by_up.item() == pytest.approx(0.823959, rel=1e-6)
 
 
+@pytest.mark.parametrize("keeping", [True, False])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_values_are_those_of_mlx_lm_bit_for_bit_and_slopes_to_rounding(dtype):
+def test_values_are_those_of_mlx_lm_bit_for_bit_and_slopes_to_rounding(dtype, keeping):
+    gated = variant(keeping)
     keys = mx.random.split(mx.random.key(0), 3)
     gate, up, weigh = ((4 * mx.random.normal((50, 30), key=key)).astype(dtype) for key in keys)
     assert mx.array_equal(gated(gate, up), theirs.swiglu(gate, up))
@@ -75,8 +82,8 @@ def test_training_passes_use_it_with_the_gradient_of_autodiff(make, monkeypatch)
     assert_same_gradient(got[1], wanted[1], 1e-5)
 
 
-def test_two_arrays_are_kept_instead_of_four():
-    """Twelve more activations in a chain, each of a gate and an up of its own, hold 24 arrays more instead of 48."""
+def test_two_or_three_arrays_are_kept_instead_of_four():
+    """Twelve more activations in a chain, each of a gate and an up of its own."""
     keys = mx.random.split(mx.random.key(0), 48)
     x = mx.random.normal((256, 256), key=keys[0])
     weights = [0.06 * mx.random.normal((256, 256), key=key) for key in keys]
@@ -94,5 +101,5 @@ def test_two_arrays_are_kept_instead_of_four():
         mx.eval(mx.grad(loss)(x))
         return (mx.get_peak_memory() - before) / x.nbytes
 
-    assert held(gated, 24) - held(gated, 12) == pytest.approx(24, abs=3)
-    assert held(theirs.swiglu, 24) - held(theirs.swiglu, 12) == pytest.approx(48, abs=3)
+    for rule, arrays in ((theirs.swiglu, 4), (variant(True), 3), (variant(False), 2)):
+        assert held(rule, 24) - held(rule, 12) == pytest.approx(12 * arrays, abs=3)

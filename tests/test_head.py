@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,8 @@ from mlxrl.policy.head import Head, compared, score, scored, split
 from mlxrl.policy.load import policy
 from mlxrl.policy.logprobs import logprobs, training
 
+ORACLES = Path(os.environ.get("MLXRL_ORACLES", Path(__file__).parent / "oracles"))
+CASES = sorted(ORACLES.glob("logprobs__*.npz"))
 N, D, V = 23, 16, 50
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50,
@@ -134,6 +139,38 @@ def test_a_wrong_word_about_the_gradient_changes_nothing(name):
     ours, plain = both(HEADS[name](), ids, False, 1.0, gradient=False)
     for got, wanted in zip(ours, plain, strict=True):
         assert (mx.linalg.norm(got - wanted) / mx.linalg.norm(wanted)).item() < 2e-6
+
+
+def test_the_cases_of_the_reference_are_there():
+    assert len(CASES) == 4
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem.rsplit("__", 1)[-1])
+def test_logprobs_entropy_and_slopes_equal_those_of_the_reference(path, entropy, trained):
+    """The hidden states are the logits of the case, and the head is the identity."""
+    case = dict(np.load(path))
+    temperature = json.loads(str(case["meta"]))["hyper"]["temperature"]
+    size = case["in_logits"].shape[-1]
+    layer = nn.Linear(size, size, bias=False)
+    layer.weight = mx.eye(size)
+    head = head_of(layer if trained else frozen(layer))
+    hidden, ids = mx.array(case["in_logits"]).reshape(-1, size), mx.array(case["in_tokens"]).reshape(-1)
+    cotangents = [mx.array(case[name]).reshape(-1) for name in ("in_cot", "in_cot2")]
+
+    def loss(hidden):
+        chosen, spread = score(head, hidden, ids, temperature=temperature, entropy=entropy)
+        return (chosen * cotangents[0]).sum() + ((spread * cotangents[1]).sum() if entropy else 0)
+
+    chosen, spread = score(head, hidden, ids, temperature=temperature, entropy=entropy)
+    got = {"out_logp": chosen}
+    if entropy:
+        got |= {"out_entropy": spread, "out_grad_logits": mx.grad(loss)(hidden)}
+    for name, value in got.items():
+        wanted = case[name].reshape(value.shape)
+        scale = max(np.abs(wanted).max(), 1e-2 if "grad" in name else 1.0)
+        assert (np.abs(np.array(value) - wanted) <= 1e-5 * np.abs(wanted) + 1e-6 * scale).all(), name
 
 
 def test_three_logits_worked_out_by_hand():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from models import dense
+from test_distill import rows as chosen
+from test_distill import with_tasks
 from test_train import a_policy, assert_same_gradient, made
 
-from mlxrl.algo.recipes import grpo
+from mlxrl.algo.recipes import grpo, opd
 from mlxrl.train.pack import PASS, SHARE_FROM, _cuts, pack
-from mlxrl.train.step import gradient
+from mlxrl.train.step import fill, gradient, update
+from mlxrl.train.teacher import Teacher
 from mlxrl.types import Pack
 
 
@@ -88,3 +92,45 @@ def test_the_layout_does_not_change_the_gradient():
     wanted = gradient(p, pack(groups, algo, tokens_per_pass=10_000), algo)[1]
     for budget in (1, 200):
         assert_same_gradient(gradient(p, pack(groups, algo, tokens_per_pass=budget), algo)[1], wanted)
+
+
+def test_a_row_that_is_too_long_is_cut_and_says_what_was_lost():
+    """Prompts of 90 tokens and rows of 4, 10 and 30: at 100 tokens the last loses 20, at 92 they lose 2, 8 and 28."""
+    p, algo = a_policy(dense), grpo()
+    group = [made([1.0, 0.0, 0.3], lengths=[4, 10, 30])]
+    whole, some, most = (pack(group, algo, max_tokens_per_row=limit) for limit in (120, 100, 92))
+    assert (whole.cut, some.cut, most.cut) == ({}, {2: 20}, {0: 2, 1: 8, 2: 28})
+    assert some.totals == whole.totals
+    assert sum(m.mask.sum().item() for m in some) == 24
+    assert {m.prefix.size + m.tokens.shape[1] for m in most} == {92}
+    none = pack(group, algo, max_tokens_per_row=90)
+    assert (len(none), none.totals.silent, none.cut) == (0, 3, {0: 4, 1: 10, 2: 30})
+    metrics = update(p, optim.SGD(0.0), some, algo)
+    assert metrics["policy/cut_tokens"] == 20
+    assert "policy/cut_tokens" not in update(p, optim.SGD(0.0), whole, algo)
+
+
+@pytest.mark.parametrize("name", ["tokens_per_pass", "max_tokens_per_row"])
+def test_a_bound_of_nothing_is_refused(name):
+    with pytest.raises(ValueError, match=f"pack: {name}: wanted at least 1, got 0"):
+        pack([made([1.0, 0.0])], grpo(), **{name: 0})
+
+
+@pytest.mark.parametrize("hint", [None, "hint"])
+@pytest.mark.parametrize("size", [2, 9])
+def test_a_teacher_judges_what_is_left_of_a_cut_row(size, hint):
+    """Under a hinted prompt rows are laid out anew, and cut after the same token."""
+    p, algo = a_policy(dense), opd()
+    group = with_tasks(made([float(n) for n in range(size)], lengths=list(range(3, 3 + size))))
+    judge = Teacher(p, hint=hint)
+    whole, cut = (
+        pack([group], algo, max_tokens_per_row=None if limit is None else len(group[0].prompt) + limit)
+        for limit in (None, 4)
+    )
+    assert sum(cut.cut.values()) == sum(max(n - 4, 0) for n in range(3, 3 + size))
+    wanted, got = (
+        chosen(fill(p, batch, frozenset({"teacher"}), algo=algo, teacher=judge), "teacher") for batch in (whole, cut)
+    )
+    for row, values in got.items():
+        assert len(values) == min(3 + row, 4)
+        np.testing.assert_allclose(values, wanted[row][: len(values)], rtol=1e-5, atol=2e-5)

@@ -17,6 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxrl.policy.head import Head
+from mlxrl.policy.recompute import Arrays
 
 
 def shared(model: nn.Module) -> bool:
@@ -98,7 +99,9 @@ def _carried(model: nn.Module, head: Head, prefix: mx.array) -> Prefix:
     scope, key = _scopes[-1], _key(model, prefix)
     if scope.get("key") != key:
         run = run_prefix(model, head, prefix)
-        mx.eval(run.last, [cache.state for cache in run.caches])  # its activations end here, not with the rows
+        held = Arrays()
+        held.out_of(run.caches)
+        mx.eval(run.last, held.every)  # its activations end here, not with the rows
         scope.update(key=key, run=run)
     return scope["run"]
 

@@ -1,14 +1,14 @@
 """The batched decode loop: many rows of many prompts, each until its own stop.
 
-A distinct prompt is prefilled once, at batch 1, and its caches are given to all its rows. A row that has ended
-leaves its slot to the next; when none is left to come, rows are dropped in lumps. The next step is enqueued before
+A distinct prompt is prefilled once, and its caches are given to all its rows. A row that has ended leaves its
+place to the next; when none is left to come, rows are dropped in lumps. The next step is enqueued before
 the last one is read back, so the device does not wait for Python.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import Any
@@ -20,7 +20,7 @@ from mlxrl.rollout.batch import Batch
 from mlxrl.rollout.engine import Subject
 from mlxrl.rollout.equals import Equals
 from mlxrl.rollout.fused import fused
-from mlxrl.rollout.prefill import Filled, context_of
+from mlxrl.rollout.prefill import Filled, Prompt, batches, context_of
 from mlxrl.rollout.row import Request, Row, Text
 from mlxrl.rollout.rules import Processor, Rules, State
 from mlxrl.rollout.serve import Service, service_of
@@ -74,6 +74,7 @@ class Loop:
         self.model, self.head, self.compiled = model, head, compiled
         self.rules, self.text, self.processors = rules, text, processors
         self.chunk, self.service = prefill_chunk, service or service_of(model, head)
+        self.slots = self.service in ("ragged", "slots")
         self.most = 1 if self.service == "single" else max_rows
         self.ordered = [self._row(request) for request in requests]
         self.hopeless = [row for row in self.ordered if row.stop is not None]
@@ -81,7 +82,7 @@ class Loop:
         waiting = [row for row in self.ordered if row.stop is None]
         self.queue = deque(sorted(waiting, key=lambda row: places[row.prompt]))
         self.resumed: list[tuple[Row, Row]] = []
-        self.filled: dict[tuple[int, ...], Filled] = {}
+        self.filled: dict[Prompt, Filled] = {}
         self.unread: list[tuple[list[Row | None], State]] = []
         self.batch = self._places(0)
 
@@ -91,7 +92,7 @@ class Loop:
         if (context := context_of(self.model)) is not None:
             limits.append(context - len(request.prompt))
         limit = min(limit for limit in limits if limit is not None)
-        held = self.rules.holds and self.service == "slots"  # others cannot be gone on with
+        held = self.rules.holds and self.slots  # others cannot be gone on with
         return Row(request, limit, stop="length" if limit <= 0 else None, held=held)
 
     def run(self) -> Generator[Row]:
@@ -130,7 +131,7 @@ class Loop:
                 self.batch.drop()
 
     def _places(self, count: int) -> Batch:
-        caches = Slots(count) if self.service == "slots" else Equals(count)
+        caches = Slots(count) if self.slots else Equals(count)
         return Batch(caches, self.rules, self.rules.looks_back or bool(self.processors))
 
     def resume(self, row: Row, request: Request) -> Row:
@@ -168,12 +169,12 @@ class Loop:
     def _open(self) -> None:
         """Make places: for as many rows as may be, or for those of one length at the head of the queue."""
         count = min(self.most, len(self.queue))
-        if self.service != "slots":
+        if not self.slots:
             length = self.queue[0].start
             chosen = [row for row in self.queue if row.start == length][: self.most]
             self.queue = deque(chosen + [row for row in self.queue if row not in chosen])
             count = len(chosen)
-        if self.service != "slots" or len(self.batch.rows) < count:
+        if not self.slots or len(self.batch.rows) < count:
             self.batch = self._places(count)
 
     def _extend(self) -> None:
@@ -187,6 +188,9 @@ class Loop:
         logits: dict[int, mx.array] = {}
         assert isinstance(self.batch.caches, Slots)
         while left := [i for i, row in enumerate(rows) if held[i] < row.start]:
+            if self.service != "ragged":  # those that are fed as many tokens as the first
+                count = min(rows[left[0]].start - held[left[0]], self.chunk)
+                left = [i for i in left if min(rows[i].start - held[i], self.chunk) == count]
             fed = [rows[i].prompt[held[i] : held[i] + self.chunk] for i in left]
             ends = self.subject.extend(self.batch.caches, [places[i] for i in left], [held[i] for i in left], fed)
             for i, tokens, end in zip(left, fed, ends, strict=True):
@@ -198,17 +202,27 @@ class Loop:
     def _join(self, places: list[int], rows: list[Row]) -> None:
         """Prefill the distinct prompts of rows, give the rows their places, and draw their first tokens."""
         self.batch.room(max(row.start for row in rows) + 2)
-        waiting = {row.prompt for row in self.queue}
-        logits: list[mx.array] = []
-        for prompt in dict.fromkeys(row.prompt for row in rows):
+        logits: dict[Prompt, mx.array] = {}
+        for prompt, filled in self._filled(dict.fromkeys(row.prompt for row in rows)):
             taken = [place for place, row in zip(places, rows, strict=True) if row.prompt == prompt]
-            filled = self.filled.pop(prompt, None) or self.subject.prefill(prompt, self.chunk)
-            if prompt in waiting:
-                self.filled[prompt] = filled
-            self.batch.caches.place(taken, filled.caches)
-            logits += [filled.logits] * len(taken)
-        out = self.batch.begin(places, rows, mx.concatenate(logits), self.processors)
-        self.unread.append((list(rows), out))
+            self.batch.caches.place(taken, filled)
+            logits[prompt] = filled.logits
+        ends = mx.concatenate([logits[row.prompt] for row in rows])
+        self.unread.append((list(rows), self.batch.begin(places, rows, ends, self.processors)))
+
+    def _filled(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, Filled]]:
+        """Prompts that have been run, or are run now; those that others wait for are kept."""
+        waiting = {row.prompt for row in self.queue}
+        before = [prompt for prompt in prompts if prompt in self.filled]
+        fresh = [prompt for prompt in prompts if prompt not in self.filled]
+        together = batches(fresh, self.chunk) if self.service == "ragged" else ([prompt] for prompt in fresh)
+        for prompt in before:
+            yield prompt, self.filled[prompt] if prompt in waiting else self.filled.pop(prompt)
+        for batch in together:
+            for prompt, filled in zip(batch, self.subject.prefill(batch, self.chunk), strict=True):
+                if prompt in waiting:
+                    self.filled[prompt] = filled
+                yield prompt, filled
 
     def launch(self) -> list[tuple[list[Row | None], State]]:
         """Enqueue a step, if a row wants a token."""

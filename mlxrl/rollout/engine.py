@@ -14,9 +14,10 @@ from mlxrl.policy.gated_delta import chunked
 from mlxrl.policy.head import Head
 from mlxrl.rollout.equals import Equals
 from mlxrl.rollout.fused import Product, forget
-from mlxrl.rollout.prefill import Filled, prefill
+from mlxrl.rollout.layers import Layer
+from mlxrl.rollout.prefill import Filled, Prompt, prefill
 from mlxrl.rollout.rules import Processor, Rules, State, draw
-from mlxrl.rollout.slots import Layer, Slots
+from mlxrl.rollout.slots import Slots
 
 Caches: TypeAlias = Slots | Equals
 
@@ -108,10 +109,10 @@ class Subject:
         finally:
             forget(self.products)
 
-    def prefill(self, prompt: Sequence[int], chunk: int) -> Filled:
-        """Run a prompt."""
+    def prefill(self, prompts: Sequence[Prompt], chunk: int) -> list[Filled]:
+        """Run prompts."""
         try:
-            return prefill(self.model, self.head, prompt, chunk)
+            return prefill(self.model, self.head, prompts, chunk)
         finally:
             forget(self.products)
 

@@ -106,7 +106,7 @@ def _trajectory(tokenizer: Any, task: Task, row: Row, sampling: Sampling) -> Tra
         tuple(row.logprobs),
         tokenizer.decode(row.ids, skip_special_tokens=True),
         forced=tuple(row.forced),
-        truncated=tuple(row.truncated) if sampling.filters or sampling.min_tokens else None,
+        truncated=tuple(row.truncated) or None,
         candidates=tuple(row.candidates) if sampling.candidates else None,
         candidate_logprobs=tuple(row.candidate_logprobs) if sampling.candidates else None,
     )

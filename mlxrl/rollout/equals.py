@@ -10,6 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxrl.rollout.prefill import Filled
+
 
 class Equals:
     """The caches of B rows of one length. A row cannot join while others are under way."""
@@ -21,19 +23,18 @@ class Equals:
         self.held: list[list[Any]] = []
         self.arrays: list[mx.array] = []
 
-    def place(self, places: Sequence[int], caches: Sequence[Any]) -> None:
+    def place(self, places: Sequence[int], filled: Filled) -> None:
         """Give the next rows, in order, the caches of one prompt."""
         assert list(places) == list(range(len(self.held), len(self.held) + len(places)))
-        self.held += [list(caches)] * len(places)
+        self.held += [list(filled.caches)] * len(places)
         if len(self.held) == self.rows:
             layers = zip(*self.held, strict=True)
             self.joined = [_mapped(lambda arrays: mx.concatenate(list(arrays)), layer) for layer in layers]
             self.held = []
             self._list()
 
-    def fit(self, tokens: int) -> bool:
+    def fit(self, tokens: int) -> None:
         """The model's caches grow by themselves."""
-        return False
 
     def keep(self, places: Sequence[int], tokens: int) -> None:
         """Drop every row but those at `places`."""

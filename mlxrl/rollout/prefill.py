@@ -1,8 +1,8 @@
-"""A prompt run through the model once, before its rows decode."""
+"""Prompts run through the model once, before their rows decode. Letters: n prompts, V vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,31 +10,74 @@ import mlx.core as mx
 
 from mlxrl.policy.gated_delta import chunked
 from mlxrl.policy.head import Head
+from mlxrl.rollout.layers import Layer
+
+Prompt = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A prompt's caches, one a layer at batch 1, and the logits [1, V] that follow it."""
+    """A prompt that was run: its row of caches [n, ...], one a layer, its tokens, and the logits [1, V] behind them."""
 
     caches: list[Any]
+    number: int
+    length: int
     logits: mx.array
 
+    def arrays(self, layers: Iterable[Layer]) -> list[mx.array]:
+        """What its layers keep, [1, ...] each."""
+        pairs = zip(layers, self.caches, strict=True)
+        return [array for layer, cache in pairs for array in layer.row(cache, self.number, self.length)]
 
-def prefill(model: Any, head: Head, prompt: Sequence[int], chunk: int) -> Filled:
-    """Run a prompt, `chunk` tokens a forward; logits are made of its last position only."""
+
+def prefill(model: Any, head: Head, prompts: Sequence[Prompt], chunk: int) -> list[Filled]:
+    """Run prompts, `chunk` tokens a forward; several together fit in one. Logits are made of last positions only.
+
+    Shorter prompts are padded on the right, where causality hides the padding from attention, and their lengths
+    from recurrences.
+    """
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
+    lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
+    assert len(prompts) == 1 or len(prompts) * width <= chunk
+    if min(lengths) < width:
+        _tell(caches, lengths)
+    tokens = mx.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
     hidden = None
     with chunked():
-        for start in range(0, len(prompt), chunk):
-            hidden = head.trunk(mx.array([prompt[start : start + chunk]]), caches)[:, -1]
-            if start + chunk < len(prompt):
+        for start in range(0, width, chunk):
+            hidden = head.trunk(tokens[:, start : start + chunk], caches)
+            if start + chunk < width:
                 mx.eval([cache.state for cache in caches])  # bounds the memory of a long prompt to a chunk's
     assert hidden is not None
-    filled = Filled(caches, head.project(hidden))
-    mx.async_eval(filled.logits, [cache.state for cache in caches])  # and that of many prompts to one's
-    return filled
+    last = mx.array(lengths if len(prompts) > 1 else [hidden.shape[1]]) - 1
+    logits = head.project(mx.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+    mx.async_eval(logits, [cache.state for cache in caches])  # and that of many prompts to one forward's
+    return [Filled(caches, number, length, logits[number : number + 1]) for number, length in enumerate(lengths)]
+
+
+def _tell(caches: Iterable[Any], lengths: Sequence[int]) -> None:
+    """Tell recurrent layers how long their rows are."""
+    from mlx_lm.models.cache import ArraysCache, CacheList
+
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            _tell(cache.caches, lengths)
+        elif isinstance(cache, ArraysCache):
+            cache.lengths = mx.array(list(lengths))
+
+
+def batches(prompts: Iterable[Prompt], chunk: int) -> Iterator[list[Prompt]]:
+    """Prompts of like length together, as long as they fill no more than `chunk` tokens, padding included."""
+    batch: list[Prompt] = []
+    for prompt in sorted(prompts, key=len):
+        if batch and (len(batch) + 1) * len(prompt) > chunk:
+            yield batch
+            batch = []
+        batch.append(prompt)
+    if batch:
+        yield batch
 
 
 def context_of(model: Any) -> int | None:

@@ -14,7 +14,9 @@ from mlxrl.rollout.equals import Equals
 from mlxrl.rollout.prefill import prefill
 from mlxrl.rollout.slots import Slots
 
-Service: TypeAlias = Literal["slots", "equal", "single"]
+Service: TypeAlias = Literal["ragged", "slots", "equal", "single"]
+"""How rows are held: in slots, and fed different numbers of tokens at once; in slots, and fed one number at a time;
+at equal lengths; one by one."""
 
 WARNINGS = {
     "equal": "rows of different lengths do not decode together correctly; only rows of equal length are batched",
@@ -32,7 +34,7 @@ def service_of(model: Any, head: Head) -> Service:
     """How the rows of a model are held. A model is checked once; what it cannot do is said once."""
     if id(model) not in _services:
         service = check(model, head)
-        if service != "slots":
+        if service in WARNINGS:
             warnings.warn(f"{type(model).__module__}: {WARNINGS[service]}", stacklevel=2)
         _services[id(model)] = service
         weakref.finalize(model, _services.pop, id(model), None)
@@ -41,17 +43,20 @@ def service_of(model: Any, head: Head) -> Service:
 
 def check(model: Any, head: Head) -> Service:
     """The widest service whose logits are those of each row alone."""
-    if _agrees(model, head, Slots, RAGGED):
-        return "slots"
-    return "equal" if _agrees(model, head, Equals, EVEN) else "single"
+    services: tuple[Service, ...] = ("ragged", "slots", "equal")
+    for service in services:
+        if _agrees(model, head, service):
+            return service
+    return "single"
 
 
-def _agrees(model: Any, head: Head, kind: type[Slots] | type[Equals], prompts: Sequence[tuple[int, ...]]) -> bool:
+def _agrees(model: Any, head: Head, service: Service) -> bool:
     """Feed given tokens to three rows at once, one of which leaves half way, and another joins where it can."""
+    prompts = EVEN if service == "equal" else RAGGED
     wanted = [_alone(model, head, prompt, fed) for prompt, fed in zip(prompts, FED, strict=True)]
     try:
-        got = _together(model, head, kind, prompts)
-        if kind is Slots:
+        got = _together(model, head, service, prompts)
+        if service != "equal":
             wanted[1] = wanted[1][:2] + _alone(model, head, JOINS, FED[1][2:])
         else:
             wanted[1] = wanted[1][:2]
@@ -63,24 +68,24 @@ def _agrees(model: Any, head: Head, kind: type[Slots] | type[Equals], prompts: S
 
 def _alone(model: Any, head: Head, prompt: tuple[int, ...], fed: Sequence[int]) -> list[mx.array]:
     """Logits [V] after each of the tokens fed behind a prompt."""
-    caches = prefill(model, head, prompt, 2).caches
+    caches = prefill(model, head, [prompt], 2)[0].caches
     return [head.project(head.trunk(mx.array([[token]]), caches)[:, -1])[0] for token in fed]
 
 
-def _together(
-    model: Any, head: Head, kind: type[Slots] | type[Equals], prompts: Sequence[tuple[int, ...]]
-) -> list[list[mx.array]]:
+def _together(model: Any, head: Head, service: Service, prompts: Sequence[tuple[int, ...]]) -> list[list[mx.array]]:
     """The same of three rows at once; after two tokens the second is replaced, or dropped."""
-    caches = kind(len(prompts))
+    caches = Equals(len(prompts)) if service == "equal" else Slots(len(prompts))
     lengths = mx.array([len(prompt) for prompt in prompts])
     caches.fit(16)
-    for row, prompt in enumerate(prompts):
-        caches.place([row], prefill(model, head, prompt, 2048).caches)
+    together = [list(prompts)] if service == "ragged" else [[prompt] for prompt in prompts]
+    filled = [one for batch in together for one in prefill(model, head, batch, 2048)]
+    for row, one in enumerate(filled):
+        caches.place([row], one)
     rows: list[list[mx.array]] = [[] for _ in prompts]
     alive = [0, 1, 2]
     for turn, tokens in enumerate(zip(*FED, strict=True)):
         if turn == 2 and caches.joins:
-            caches.place([1], prefill(model, head, JOINS, 2048).caches)
+            caches.place([1], prefill(model, head, [JOINS], 2048)[0])
             lengths[1] = len(JOINS)
         elif turn == 2:
             alive = [0, 2]

@@ -38,7 +38,13 @@ class Row:
         return len(self.tokens)
 
 
-def pack(groups: Sequence[Group], algo: Algorithm, *, tokens_per_pass: int | None = None) -> Pack:
+def pack(
+    groups: Sequence[Group],
+    algo: Algorithm,
+    *,
+    tokens_per_pass: int | None = None,
+    max_tokens_per_row: int | None = None,
+) -> Pack:
     """Credit the trajectories, drop rows without signal, and lay the others out in minibatches.
 
     A group's rows share their prompt as the prefix where that saves enough; other rows stand with their prompt,
@@ -49,10 +55,13 @@ def pack(groups: Sequence[Group], algo: Algorithm, *, tokens_per_pass: int | Non
 
     Args:
         tokens_per_pass: padded tokens of a forward at most, the prefix included; one row may exceed it.
+        max_tokens_per_row: where a row is cut, its prompt included. Tokens behind it are not trained on and not
+            needed; the totals count them, and `Pack.cut` says how many of them the model chose.
     """
-    budget = tokens_per_pass or TOKENS_PER_PASS
-    if budget < 1:
-        raise ValueError(f"pack: tokens_per_pass: wanted at least 1, got {budget}")
+    budget = TOKENS_PER_PASS if tokens_per_pass is None else tokens_per_pass
+    for name, value in (("tokens_per_pass", budget), ("max_tokens_per_row", max_tokens_per_row)):
+        if value is not None and value < 1:
+            raise ValueError(f"pack: {name}: wanted at least 1, got {value}")
     advantages = algo.advantages(groups)
     speaks = bool(algo.needs & {"reference", "teacher", "entropy"})
     numbers, kept = count(), candidates_kept(algo)
@@ -60,9 +69,27 @@ def pack(groups: Sequence[Group], algo: Algorithm, *, tokens_per_pass: int | Non
         [row_of(next(numbers), one, credit, kept) for one, credit in zip(group, credits, strict=True)]
         for group, credits in zip(groups, advantages, strict=True)
     ]
+    whole = {row.number: row.mask.sum() for group in rows for row in group}
+    if max_tokens_per_row is not None:
+        rows = [[first(row, max_tokens_per_row - len(row.prompt)) for row in group] for group in rows]
+    cut = {row.number: int(whole[row.number] - row.mask.sum()) for group in rows for row in group}
     heard = [[row for row in group if row.mask.any() and (speaks or row.advantage.any())] for group in rows]
     totals = totals_of(groups, sum(len(group) for group in heard))
-    return Pack(tuple(_minibatches(heard, budget)), totals, tuple(groups))
+    minibatches = tuple(_minibatches(heard, budget))
+    return Pack(minibatches, totals, tuple(groups), {number: tokens for number, tokens in cut.items() if tokens})
+
+
+def first(row: Row, tokens: int) -> Row:
+    """A row's first tokens behind its prompt."""
+    end = max(tokens, 0)
+    names = ("tokens", "mask", "advantage", "rollout")
+    candidates = None if row.candidates is None else row.candidates[:end]
+    return replace(row, candidates=candidates, **{name: getattr(row, name)[:end] for name in names})
+
+
+def first_chosen(row: Row, chosen: int) -> Row:
+    """A row up to its so manieth token that the model chose."""
+    return first(row, int(np.flatnonzero(row.mask)[chosen - 1]) + 1)
 
 
 def totals_of(groups: Sequence[Group], heard: int) -> Totals:

@@ -40,7 +40,8 @@ def _part(batch: Pack, chosen: set[int]) -> Pack:
     largest = max((_size(minibatch) for minibatch in batch), default=0)
     groups = tuple(group for number, group in enumerate(batch.groups) if number in chosen)
     heard = sum(len(minibatch.rows) for minibatch in picked)
-    return Pack(tuple(_joined(picked, largest)), totals_of(groups, heard), groups)
+    cut = {row: tokens for row, tokens in batch.cut.items() if owners[row] in chosen}
+    return Pack(tuple(_joined(picked, largest)), totals_of(groups, heard), groups, cut)
 
 
 def _rows(minibatch: Minibatch, places: list[int]) -> Minibatch:

@@ -48,7 +48,8 @@ def update(
             itself under that prompt is the teacher.
         recompute: see `gradient`.
     Returns:
-        the algorithm's metrics and `policy/grad_norm` (before clipping), `policy/skipped`, `policy/learning_rate`.
+        the algorithm's metrics and `policy/grad_norm` (before clipping), `policy/skipped`, `policy/learning_rate`, and
+        `policy/cut_tokens` where rows were cut.
     """
     judge = teacher_of(policy, algo, teacher, hint)
     batch = fill(policy, batch, algo.needs - {"old"}, algo=algo, teacher=judge)
@@ -60,6 +61,8 @@ def update(
         scale = min(1.0, max_grad_norm / (norm + 1e-6))
         optimizer.update(policy.model, tree_map(lambda leaf: leaf * scale, gradients))
         mx.eval(policy.model.trainable_parameters(), optimizer.state)  # ends the step's graph
+    if batch.cut:
+        metrics["policy/cut_tokens"] = float(sum(batch.cut.values()))
     metrics["policy/grad_norm"] = norm
     metrics["policy/skipped"] = float(not finite)
     metrics["policy/learning_rate"] = float(optimizer.learning_rate)

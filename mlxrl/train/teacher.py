@@ -16,8 +16,8 @@ from mlxrl.policy.compare import hidden_at, likeliest
 from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs, training
 from mlxrl.rollout.render import render
+from mlxrl.train.pack import first_chosen, row_of, with_prompt
 from mlxrl.train.pack import minibatch as packed
-from mlxrl.train.pack import row_of, with_prompt
 from mlxrl.types import Algorithm, Comparison, Group, Minibatch, Task, Trajectory
 
 
@@ -137,7 +137,11 @@ def taught(teacher: Teacher, minibatch: Minibatch, comparison: Comparison | None
 
 def _hinted(teacher: Teacher, minibatch: Minibatch, rows: Sequence[Trajectory]) -> Minibatch:
     """The same completions under the teacher's prompts."""
-    shown = [row_of(number, _with_hint(teacher, rows[number]), 0.0) for number in minibatch.rows]
+    chosen = np.count_nonzero(np.array(minibatch.mask), axis=1).tolist()
+    shown = [
+        first_chosen(row_of(number, _with_hint(teacher, rows[number]), 0.0), count)
+        for number, count in zip(minibatch.rows, chosen, strict=True)
+    ]
     return packed(shown if minibatch.prefix.size else [with_prompt(row) for row in shown])
 
 

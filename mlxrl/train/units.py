@@ -60,13 +60,14 @@ def _summed(policy: Policy, unit: Sequence[Minibatch], loss: Loss, run: Prefix, 
             return loss(minibatch)
 
     def forward(*primals: mx.array) -> list[mx.array]:
-        total, sums, given = mx.zeros(()), [mx.zeros_like(primal) for primal in primals], list(primals)
+        start = [mx.stop_gradient(primal) for primal in primals]  # what is differentiated is differentiated here
+        total, sums, given = mx.zeros(()), [mx.zeros_like(primal) for primal in primals], start
         for minibatch in unit:
             differentiated = mx.value_and_grad(one, argnums=list(range(1, len(primals) + 1)))
             (value, metrics), gradients = differentiated(minibatch, *given)
             found.append(metrics)
             total, sums = total + value, [a + b for a, b in zip(sums, gradients, strict=True)]
-            given = mx.depends(list(primals), sums)  # the next begins when the gradients of this one are there
+            given = mx.depends(start, sums)  # the next begins when the gradients of this one are there
         return [total, *sums]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
