@@ -255,6 +255,39 @@ class Comparison:
     divergence: Callable[[mx.array, mx.array], mx.array] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What an environment answers to an action.
+
+    observation: what the model reads before its next action: the text of a user message, or messages.
+    reward: of the action that was just taken. done: whether the episode ends with it.
+    state: names the situation in which the next action is taken: equal states of a task's attempts are compared.
+    invalid: whether the action could not be taken, as a tool call that cannot be read.
+    """
+
+    observation: str | tuple[Message, ...] = ""
+    reward: float = 0.0
+    done: bool = False
+    state: Hashable | None = None
+    invalid: bool = False
+
+
+class Environment(Protocol):
+    """The world of one trajectory: a factory makes one for each, and no base class is needed.
+
+    It may have `stop`, texts that end an action where they are complete (as the closing tag of a tool call), and
+    `close()`, which is called once its episode has ended, however it ended. Its methods run in a thread of a pool.
+    """
+
+    def reset(self, task: Task) -> str | Sequence[Message]:
+        """Begin at a task; returns what the model reads first: the text of a user message, or messages."""
+        ...
+
+    def step(self, reply: str) -> Feedback:
+        """Take the model's action, the text of a turn."""
+        ...
+
+
 @runtime_checkable
 class Algorithm(Protocol):
     """Credit assignment plus a loss, both pure.
