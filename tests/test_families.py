@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,6 +54,12 @@ def test_greedy_batch_equals_greedy_alone(name):
 def test_enough_families_are_batched():
     assert len(FAMILIES) - list(FALLBACKS.values()).count("equal") >= 16
     assert "| gemma2 | fallback: equal lengths |\n| llama | batched |" in table({"llama": "ragged", "gemma2": "equal"})
+
+
+def test_the_design_has_the_table():
+    """What each is served as is checked above; the number of others depends on mlx-lm's version."""
+    *lines, _ = table({name: FALLBACKS.get(name, "ragged") for name in FAMILIES}).splitlines()
+    assert "\n".join(lines) in (Path(__file__).parent.parent / "DESIGN.md").read_text(encoding="utf-8")
 
 
 class Blind(nn.Module):

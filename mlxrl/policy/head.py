@@ -134,8 +134,8 @@ def score(
     _engaged += 1
     logits, trained, rows = _logits(head, hidden, temperature)
     candidates = mx.stop_gradient(ids.reshape(ids.shape[0], -1))
-    if gradient and not trained and not entropy and candidates.shape[1] == 1:
-        chosen, spread = _with_slopes(logits, rows)(hidden, candidates)[0], None
+    if not trained and not entropy and candidates.shape[1] == 1:
+        chosen, spread = (_with_slopes if gradient else _alone)(logits, rows)(hidden, candidates)[0], None
     else:
         values = partial(_values, entropy=entropy)
         chosen, spread = _made_again(logits, rows, values)(hidden, candidates, *trained)
@@ -182,13 +182,32 @@ def _values(z: mx.array, ids: mx.array, entropy: bool) -> tuple[mx.array, mx.arr
     return chosen, normaliser - (mx.softmax(z, axis=-1) * z).sum(axis=-1, keepdims=True)
 
 
+def _chosen(z: mx.array, ids: mx.array) -> tuple[mx.array, mx.array]:
+    """chosen [n, 1] and softmax z [n, V], each exponential computed once.
+
+    logsumexp z = max z - log max softmax z, and the likeliest token's probability, at least 1/V, has a logarithm.
+    """
+    p = mx.softmax(z, axis=-1)
+    normaliser = z.max(axis=-1, keepdims=True) - mx.log(p.max(axis=-1, keepdims=True))
+    return mx.take_along_axis(z, ids, axis=-1) - normaliser, p
+
+
+def _alone(logits: Callable[..., mx.array], rows: int) -> Callable[..., tuple[mx.array, ...]]:
+    """(hidden [N, D], ids [N, 1]) -> chosen [N, 1], without a gradient."""
+
+    def chunk(hidden: mx.array, ids: mx.array) -> tuple[mx.array, ...]:
+        return (_chosen(logits(hidden), ids)[0],)
+
+    return lambda hidden, ids: _stacked(_one_by_one(chunk, rows, hidden, ids))
+
+
 def _with_slopes(logits: Callable[..., mx.array], rows: int) -> Callable[..., tuple[mx.array, ...]]:
     """(hidden [N, D], ids [N, 1]) -> chosen [N, 1] and d chosen / d hidden [N, D]."""
 
     def chunk(hidden: mx.array, ids: mx.array) -> tuple[mx.array, ...]:
         z = logits(hidden)
-        chosen, _ = _values(z, ids, entropy=False)
-        missed = mx.softmax(z, axis=-1).at[mx.arange(len(z)), ids[:, 0]].add(-1)
+        chosen, p = _chosen(z, ids)
+        missed = p.at[mx.arange(len(z)), ids[:, 0]].add(-1)
         (slope,) = mx.vjp(logits, [hidden], [missed])[1]
         (chosen,) = mx.depends([chosen], [slope])  # together, or the logits would wait for the backward pass
         return chosen, -slope
