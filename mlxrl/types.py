@@ -38,6 +38,12 @@ class Turn:
     truncated: where filters were on, the probability they took away at each token: it was drawn with its log-prob
         less log(1 - truncated), where no penalty or hook changed the rest.
     candidates, candidate_logprobs: ids and log-probs of the likeliest tokens at each place, the likeliest first.
+    state: names the situation in which the action was taken.
+    reward: of the action, less what an invalid one costs; invalid: see `Feedback`.
+    seen: what an environment answered before the action, as text for people.
+    fresh: whether the observation is a whole new prompt, because the chat template has rewritten what stood before:
+        the turns from here on are a row of their own. new: how many of its tokens, at its end, begin where the
+        environment's answer does, 0 where that cannot be told.
     """
 
     observation: tuple[int, ...]
@@ -50,6 +56,10 @@ class Turn:
     truncated: tuple[float, ...] | None = None
     candidates: tuple[tuple[int, ...], ...] | None = None
     candidate_logprobs: tuple[tuple[float, ...], ...] | None = None
+    seen: str = ""
+    invalid: bool = False
+    fresh: bool = False
+    new: int = 0
 
     @property
     def chosen(self) -> int:
@@ -130,7 +140,11 @@ def _within(name: str, value: float, low: float, high: float | None) -> None:
 class Trajectory:
     """One attempt at a task. `reward` is NaN until it is scored, and where every reward function failed.
 
-    rewards, weights: the parts of the reward by the name of their function, and what each counts in the sum.
+    rewards, weights: the parts of the reward by the name of their function, and what each counts in the sum. An
+    environment's part is the sum over its turns, under the name "environment", with weight 1.
+    stop: "eos" or "length" as the last action ended; "done" where the environment ended the episode, "turns" where
+    that was the last turn it may have; "error" where the model's logits were not finite, or the environment failed.
+    error: how the environment failed, in one line.
     """
 
     task: Task
@@ -140,6 +154,7 @@ class Trajectory:
     sampling: Sampling = Sampling()
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    error: str = ""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -175,6 +190,7 @@ class Minibatch:
     of them, the teacher's and those of the weights that sampled. teacher_hidden: [B, T, D] hidden states that the
     teacher predicts each token from, for a comparison over the whole vocabulary.
     rows: B numbers, of the trajectory that a row is of, counted over the groups of the step.
+    observed: [B, T] float32, 1 where an environment wrote the token and it is to be predicted; None where none is.
     """
 
     prefix: mx.array
@@ -191,6 +207,7 @@ class Minibatch:
     old_candidates: mx.array | None = None
     teacher_hidden: mx.array | None = None
     rows: tuple[int, ...] = ()
+    observed: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +215,8 @@ class Totals:
     """Counts of a whole optimizer step, made before a row is dropped or the batch is split.
 
     tokens: those the model chose; rows: trajectories; groups: tasks; max_tokens: the sampling limit of a completion;
-    silent: rows without signal, counted above and not computed.
+    silent: rows without signal, counted above and not computed. observations: tokens to be predicted that
+    environments wrote.
     """
 
     tokens: int
@@ -206,6 +224,7 @@ class Totals:
     groups: int
     max_tokens: int
     silent: int = 0
+    observations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +232,14 @@ class Pack:
     """The minibatches of one optimizer step, the denominators they share, and the groups that they are made of.
 
     cut: by the number of a row, how many tokens that the model chose were left off its end, being too many.
+    observations: by the number of a row, its tokens to be predicted that an environment wrote, where there are any.
     """
 
     minibatches: tuple[Minibatch, ...]
     totals: Totals
     groups: tuple[Group, ...] = ()
     cut: Mapping[int, int] = field(default_factory=dict[int, int])
+    observations: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def __iter__(self) -> Iterator[Minibatch]:
         return iter(self.minibatches)
@@ -233,12 +254,14 @@ class Logprobs:
 
     candidates: [B, T, K] log-probs of the minibatch's candidate ids, where it has them.
     divergence: [B, T] from the teacher over the whole vocabulary, where that is compared.
+    observed: [B, T] log-prob of each token to be predicted that an environment wrote, where that was asked for.
     """
 
     chosen: mx.array
     entropy: mx.array | None = None
     candidates: mx.array | None = None
     divergence: mx.array | None = None
+    observed: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +298,11 @@ class Feedback:
 class Environment(Protocol):
     """The world of one trajectory: a factory makes one for each, and no base class is needed.
 
-    It may have `stop`, texts that end an action where they are complete (as the closing tag of a tool call), and
-    `close()`, which is called once its episode has ended, however it ended. Its methods run in a thread of a pool.
+    It may have `stop`, texts that end an action where they are complete (as the closing tag of a tool call),
+    `tools`, schemas of functions that the chat template tells the model of,
+    `special_tokens = True`, with which a reply has them written out, and `close()`, which is called once its episode
+    has ended, however it ended. Its methods run in threads of a pool, one call at a time. A factory that is an object
+    may have `prepare(tokenizer)`, which a rollout calls before its episodes.
     """
 
     def reset(self, task: Task) -> str | Sequence[Message]:
@@ -284,7 +310,7 @@ class Environment(Protocol):
         ...
 
     def step(self, reply: str) -> Feedback:
-        """Take the model's action, the text of a turn."""
+        """Take the model's action, the text of a turn without its stop token."""
         ...
 
 
@@ -292,8 +318,9 @@ class Environment(Protocol):
 class Algorithm(Protocol):
     """Credit assignment plus a loss, both pure.
 
-    `needs` names what must be there before the loss: "old" and "reference" log-probs, "teacher", "entropy", and
-    the "candidates" that were kept while sampling. One that compares distributions has a `comparison` besides.
+    `needs` names what must be there before the loss: "old" and "reference" log-probs, "teacher", "entropy",
+    the "candidates" that were kept while sampling, and the "observations" of environments. One that compares
+    distributions has a `comparison` besides, and one that changes over a run an `at(step)`.
     """
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,21 @@ import numpy as np
 import pytest
 
 from mlxrl import algo
-from mlxrl.algo import advantages, correction, distill, distributions, kl, losses, ratio, reduce, returns, shaping
+from mlxrl.algo import (
+    advantages,
+    correction,
+    distill,
+    distributions,
+    kl,
+    losses,
+    ratio,
+    recipes,
+    reduce,
+    returns,
+    shaping,
+)
 from mlxrl.algo.defaults import CONVENTIONS, DEFAULTS
+from mlxrl.algo.numbers import refuse_number
 from mlxrl.types import Algorithm, Comparison, Logprobs, Minibatch, Task, Totals, Trajectory, Turn
 
 NAN = float("nan")
@@ -588,3 +602,28 @@ def test_length_penalty() -> None:
 def test_keep_varied() -> None:
     groups = [group(0.1, 0.1, 0.1), group(0.0, 1.0), group(NAN, 1.0)]
     assert shaping.keep_varied(groups) == [groups[1]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "words"),
+    [
+        ("grpo", {"clip": (-1.0, 0.2)}, "grpo: clip: wanted distances from 1, the lower between 0 and 1"),
+        ("grpo", {"eps": -1e-6}, "grpo: eps: wanted at least 0, got -1e-06"),
+        ("grpo", {"dual_clip": 0.5}, "grpo: dual_clip: wanted more than 1, or none, got 0.5"),
+        ("grpo", {"kl": math.nan}, "grpo: kl: wanted a finite number, got nan"),
+        ("grpo", {"log_ratio_clamp": (2.0, -2.0)}, "grpo: log_ratio_clamp: wanted a lower bound below the upper one"),
+        ("gigpo", {"gamma": 1.5}, "gigpo: gamma: wanted between 0 and 1, got 1.5"),
+        ("sapo", {"tau_pos": 0.0}, "sapo: tau_pos: wanted more than 0, got 0.0"),
+    ],
+)
+def test_a_number_that_no_equation_takes_is_refused(recipe, given, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        getattr(recipes, recipe)(**given)
+
+
+def test_every_convention_is_within_the_bounds():
+    for family, tables in CONVENTIONS.items():
+        for name, table in tables.items():
+            getattr(recipes, name)(convention=family)
+            for key, value in {**DEFAULTS[name], **table}.items():
+                refuse_number(name, key, value)

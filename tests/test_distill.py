@@ -241,7 +241,7 @@ def test_no_more_than_a_chunk_of_logits_exists(term, monkeypatch):
     mx.reset_peak_memory()
     filled = fill(p, batch, frozenset({"teacher"}), algo=algorithm, teacher=judge)
     gradient(p, filled, algorithm, judge)
-    assert mx.get_peak_memory() - resting < 25e6  # all at once it is 120 MB
+    assert mx.get_peak_memory() - resting < 40e6  # all at once it is 120 MB; a busy CPU runs further ahead
 
 
 def test_vocabularies_are_compared():

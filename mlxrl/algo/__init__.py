@@ -19,6 +19,7 @@ from mlxrl.algo import (
     steps,
 )
 from mlxrl.algo.compose import Recipe, Regulariser, Surrogate
+from mlxrl.algo.echo import Echo, with_echo
 from mlxrl.algo.metrics import finish
 from mlxrl.algo.recipes import (
     RECIPES,
@@ -42,6 +43,7 @@ from mlxrl.algo.recipes import (
 
 __all__ = [
     "RECIPES",
+    "Echo",
     "Recipe",
     "Regulariser",
     "Surrogate",
@@ -74,4 +76,5 @@ __all__ = [
     "sapo",
     "shaping",
     "steps",
+    "with_echo",
 ]

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 from mlxrl.algo.advantages import Scale
 from mlxrl.algo.correction import Level
 from mlxrl.algo.defaults import CONVENTIONS, DEFAULTS
+from mlxrl.algo.numbers import refuse_number
 from mlxrl.algo.ratio import Bounds
 from mlxrl.algo.steps import Over
 
@@ -168,6 +169,7 @@ def resolve(name: str, convention: str | None, given: Mapping[str, Any]) -> dict
         if key not in known:
             raise ValueError(f"{name}: {_unknown(key, known)}")
         _refuse_choice(name, key, given[key])
+        refuse_number(name, key, given[key])
     resolved = {**known, **_convention(name, convention), **given}
     for key, why in dead(resolved).items():
         if key in given:
@@ -175,6 +177,7 @@ def resolve(name: str, convention: str | None, given: Mapping[str, Any]) -> dict
     _refuse_flat("kl", resolved["kl_estimator"], resolved["kl_straight"] or resolved["kl_weighted"])
     _refuse_flat("teacher", resolved.get("teacher_estimator"), None)
     _refuse_teacher(name, resolved)
+    _refuse_similarity(name, resolved.get("similarity"))
     return resolved
 
 
@@ -211,6 +214,13 @@ def _refuse_teacher(name: str, resolved: Mapping[str, Any]) -> None:
         raise ValueError(f"{name}: teacher_divergence: 'surrogate' is of candidates; teacher_term is 'vocabulary'")
     if resolved.get("teacher_k", 1) < 1:
         raise ValueError(f"{name}: teacher_k: wanted at least 1, got {resolved['teacher_k']}")
+
+
+def _refuse_similarity(name: str, similarity: float | None) -> None:
+    if similarity is not None and not 0 < similarity <= 1:
+        raise ValueError(
+            f"{name}: similarity: wanted more than 0 and at most 1, got {similarity}; leave it out for equal states"
+        )
 
 
 def _convention(name: str, convention: str | None) -> Mapping[str, Any]:

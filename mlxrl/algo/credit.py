@@ -51,6 +51,11 @@ def flat(groups: Sequence[Group]) -> tuple[list[Trajectory], list[int]]:
     return [row for group in groups for row in group], [n for n, group in enumerate(groups) for _ in group]
 
 
+def reward_of(row: Trajectory) -> float:
+    """The reward of a trajectory; NaN, which is left out of every statistic, for one that ended in an error."""
+    return math.nan if row.stop == "error" else row.reward
+
+
 def group_credit(name: str, baseline: Baseline, mask_truncated: bool, whitening: Whitening | None = None) -> Credit:
     """Credit per trajectory by a baseline over its group, `baseline(trajectories [N], ids [N]) -> [N]`.
 
@@ -69,7 +74,7 @@ def group_credit(name: str, baseline: Baseline, mask_truncated: bool, whitening:
 
 def of_rewards(function: Rewards) -> Baseline:
     """A baseline of the trajectories' rewards, `function(rewards [N], ids [N]) -> [N]`."""
-    return lambda rows, ids: function([row.reward for row in rows], ids)
+    return lambda rows, ids: function([reward_of(row) for row in rows], ids)
 
 
 def of_parts(eps: float) -> Baseline:
@@ -83,7 +88,7 @@ def of_parts(eps: float) -> Baseline:
                 "combine: 'normalise' wants the parts of the rewards, which score(groups, ...) keeps; got none"
             )
         parts = [[row.rewards.get(name, math.nan) for name in weights] for row in rows]
-        failed = np.isnan([row.reward for row in rows])
+        failed = np.isnan([reward_of(row) for row in rows])
         return normalise_then_sum(np.where(failed[:, None], np.nan, parts), list(weights.values()), ids, eps)
 
     return baseline
@@ -91,7 +96,7 @@ def of_parts(eps: float) -> Baseline:
 
 def whitened(values: Floats, rows: Sequence[Trajectory], whitening: Whitening) -> Floats:
     """[N] advantages whitened over the tokens that carry them; a trajectory without a reward stays at 0."""
-    known = np.array([row.chosen > 0 and not math.isnan(row.reward) for row in rows])
+    known = np.array([row.chosen > 0 and not math.isnan(reward_of(row)) for row in rows])
     lengths = np.array([row.chosen for row in rows])[known]
     out = np.zeros_like(values)
     if known.any():
@@ -112,7 +117,7 @@ def whitened_credit(gamma: float, whitening: Whitening, centre: bool, name: str,
 
     def credit(groups: Sequence[Group]) -> Advantages:
         rows, ids = flat(groups)
-        rewards = np.array([row.reward for row in rows])
+        rewards = np.array([reward_of(row) for row in rows])
         if centre:
             refuse_singles(name, groups)
             rewards = np.where(np.isnan(rewards), np.nan, group_relative(rewards, ids, "none"))
@@ -135,6 +140,9 @@ def gigpo_credit(
 ) -> Credit:
     """Credit per turn, spread over its tokens: A = A_E + omega A_S of `steps`; a turn without a state has no A_S.
 
+    States are compared inside a group only. A trajectory without a reward, or one that ended in an error, is in no
+    statistic and has advantage 0.
+
     episode(rewards, groups, trajectories) and step(returns, groups, anchors), each [N] over all turns.
     """
 
@@ -143,7 +151,7 @@ def gigpo_credit(
         rows, ids = flat(groups)
         turns = [n for n, row in enumerate(rows) for _ in row.turns]
         owners = [ids[n] for n in turns]
-        total = episode([rows[n].reward for n in turns], owners, turns)
+        total = episode([reward_of(rows[n]) for n in turns], owners, turns)
         if omega:
             returns = [g for row in rows for g in discounted(step_rewards(row), gamma)]
             anchors = _anchors([turn.state for row in rows for turn in row.turns], owners, similarity)
@@ -158,7 +166,7 @@ def gigpo_credit(
 def step_rewards(row: Trajectory) -> list[float]:
     """The rewards of the turns; what the trajectory's reward has beyond their sum comes with the last."""
     rewards = [turn.reward for turn in row.turns]
-    rest = row.reward - math.fsum(rewards)
+    rest = reward_of(row) - math.fsum(rewards)
     return [*rewards[:-1], rewards[-1] + rest] if rewards else []
 
 

@@ -140,10 +140,10 @@ def gigpo(*, convention: str | None = None, **given: Unpack[Arguments]) -> Recip
     A = A_E + omega A_S: the episode against its group, each step against the group's steps from the same state
 
     scale "none" is the paper's mean_norm, "group" its mean_std_norm. verl-agent counts every step in the episode's
-    statistics (episode_over="step").
+    statistics (episode_over="step"). With omega 0 and scale "group" it is `grpo` averaged over tokens.
     """
     a = resolve("gigpo", convention, given)
-    episode = partial(steps.episode_advantages, scale=a["scale"], over=a["episode_over"], eps=a["eps"])
+    episode = partial(steps.episode_advantages, scale=a["scale"], over=a["episode_over"], eps=a["eps"], single="zero")
     step = partial(steps.step_advantages, scale=a["scale"], eps=a["eps"])
     chosen = credit.gigpo_credit(a["gamma"], a["omega"], a["similarity"], episode, step, a["mask_truncated"])
     return build.recipe("gigpo", a, chosen, build.clipped_policy(a))

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mlxrl.algo.advantages import Floats, Ids, Scale, group_relative, members
+from mlxrl.algo.advantages import Floats, Ids, Scale, Single, group_relative, members
 
 Over = Literal["trajectory", "step"]
 
@@ -26,18 +26,19 @@ def episode_advantages(
     scale: Scale = "none",
     over: Over = "trajectory",
     eps: float = 1e-6,
+    single: Single = "raw",
 ) -> Floats:
     """[N] A_E of each step's episode (eq. 3); every step carries its episode's reward.
 
     over: the group's statistics count every "trajectory" once (the paper), or every "step", so that long
-    trajectories weigh more (verl-agent). A group of one is taken against mean 0 and std 1.
+    trajectories weigh more (verl-agent). single: see `advantages.group_relative`; "raw" is verl-agent's.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     if over == "step":
-        return group_relative(rewards, groups, scale, eps, single="raw")
+        return group_relative(rewards, groups, scale, eps, single)
     rows = members(list(zip(groups, trajectories, strict=True)))
     first = [int(steps[0]) for steps in rows]
-    credit = group_relative(rewards[first], [groups[row] for row in first], scale, eps, single="raw")
+    credit = group_relative(rewards[first], [groups[row] for row in first], scale, eps, single)
     out = np.zeros_like(rewards)
     for steps, value in zip(rows, credit, strict=True):
         out[steps] = value

@@ -27,6 +27,7 @@ def logprobs(
     entropy: bool = False,
     candidates: mx.array | None = None,
     compare: Callable[[mx.array], mx.array] | None = None,
+    observed: bool = False,
     gradient: bool = True,
 ) -> Logprobs:
     """Log-prob of every sampled token of a minibatch, at the temperature it was sampled at.
@@ -38,12 +39,15 @@ def logprobs(
     Args:
         candidates: [B, T, K] ids to score instead of the tokens.
         compare: from the hidden states [N, D] that predict the N sampled tokens, row by row, to a divergence [N].
+        observed: whether the tokens of the minibatch's `observed` are scored too, out of the same pass.
         gradient: whether a backward pass will follow; a wrong answer costs time and nothing else.
     Returns:
         Logprobs of [B, T] float32 arrays, nats; `chosen` is [B, T, K] where candidates are given, `entropy` is None
         unless it is asked for.
     """
-    hidden, inverse = predicting(policy, batch)
+    flat = _states(policy, batch)
+    index, inverse = _positions(np.array(batch.mask) > 0)
+    hidden = flat[index]
     sampled = mx.array(np.flatnonzero(np.array(batch.mask)))
     ids = (batch.tokens if candidates is None else candidates).reshape(batch.tokens.size, -1)[sampled]
     chosen, spread = score(policy.head, hidden, ids, temperature=batch.temperature, entropy=entropy, gradient=gradient)
@@ -53,15 +57,33 @@ def logprobs(
         scattered(chosen, inverse),
         None if spread is None else scattered(spread, inverse),
         divergence=None if compare is None else scattered(compare(hidden), inverse),
+        observed=_observed(policy, batch, flat, gradient) if observed else None,
     )
+
+
+def _observed(policy: Policy, batch: Minibatch, states: mx.array, gradient: bool) -> mx.array:
+    """[B, T] log-probs of the tokens that an environment wrote, 0 elsewhere."""
+    assert batch.observed is not None
+    written = np.array(batch.observed) > 0
+    index, inverse = _positions(written)
+    if not written.any():
+        return mx.zeros(inverse.shape)
+    ids = batch.tokens.reshape(-1, 1)[mx.array(np.flatnonzero(written))]
+    found, _ = score(policy.head, states[index], ids, temperature=batch.temperature, gradient=gradient)
+    return scattered(found[:, 0], inverse)
 
 
 def predicting(policy: Policy, batch: Minibatch) -> tuple[mx.array, mx.array]:
     """Hidden states [N, D] that predict the N sampled tokens, row by row, and [B, T] the number of each among them."""
-    last, rows = hidden_states(policy.model, policy.head, batch.prefix, batch.tokens)
     index, inverse = _positions(np.array(batch.mask) > 0)
+    return _states(policy, batch)[index], inverse
+
+
+def _states(policy: Policy, batch: Minibatch) -> mx.array:
+    """[1 + B (T - 1), D] hidden states: the prefix's last, zeros without one, and those of the rows but their last."""
+    last, rows = hidden_states(policy.model, policy.head, batch.prefix, batch.tokens)
     first = mx.zeros((1, rows.shape[-1]), rows.dtype) if last is None else last[None]
-    return mx.concatenate([first, rows.reshape(-1, rows.shape[-1])])[index], inverse
+    return mx.concatenate([first, rows.reshape(-1, rows.shape[-1])])
 
 
 def _positions(mask: np.ndarray) -> tuple[mx.array, mx.array]:

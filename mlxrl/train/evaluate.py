@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from mlxrl.policy.load import Policy
 from mlxrl.rewards import require_scores, score
 from mlxrl.rollout.episodes import rollout
+from mlxrl.rollout.play import Limits
 from mlxrl.rollout.sampling import key_of
+from mlxrl.rollout.worlds import Factory
 from mlxrl.train.loop import require_finite
 from mlxrl.types import Sampling, Task, Trajectory
 
@@ -43,21 +45,28 @@ class Evaluation:
 def evaluate(
     policy: Policy,
     tasks: Sequence[Task],
-    reward: Callable[..., Any] | Sequence[Callable[..., Any]],
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
     *,
     sampling: Sampling = Sampling(temperature=0.0),
     weights: Sequence[float] | None = None,
     max_rows: int = 32,
     thinking: bool | None = None,
     seed: int = 0,
+    environment: Factory | None = None,
+    **limits: Unpack[Limits],
 ) -> Evaluation:
-    """Answer every task once, greedily by default, and score the answers."""
+    """Answer every task once, greedily by default, and score the answers.
+
+    Args:
+        reward: may be left out where an environment gives the rewards. environment, limits: see `rollout`.
+    """
     if not tasks:
         raise ValueError("evaluate: wanted at least one task, got none")
     functions = [reward] if callable(reward) else list(reward)
     groups = rollout(
-        policy, tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows, thinking=thinking
-    )
+        policy, tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows, thinking=thinking,
+        environment=environment, **limits,
+    )  # fmt: skip
     require_finite(groups, "evaluation")
     scored = require_scores(score(groups, *functions, weights=weights))
     return Evaluation(tuple(group[0] for group in scored))

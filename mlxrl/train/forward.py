@@ -30,5 +30,8 @@ def forward(policy: Policy, minibatch: Minibatch, algo: Algorithm, teacher: Teac
         compare = divergence_from(teacher.policy, teacher.seated, policy, minibatch, compared.divergence)
     if minibatch.candidates is not None:
         ids = with_tokens(minibatch)
-    new = logprobs(policy, minibatch, entropy="entropy" in algo.needs, candidates=ids, compare=compare)
+    observed = "observations" in algo.needs
+    new = logprobs(
+        policy, minibatch, entropy="entropy" in algo.needs, candidates=ids, compare=compare, observed=observed
+    )
     return new if ids is None else replace(new, chosen=new.chosen[..., 0], candidates=new.chosen[..., 1:])

@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
+from mlxrl.algo.echo import at_step
 from mlxrl.algo.probe import candidates_kept, uses_rewards
 from mlxrl.data import cycle
 from mlxrl.policy.load import Policy
 from mlxrl.rewards import require_scores, score
-from mlxrl.rollout.episodes import rollout
+from mlxrl.rollout.episodes import refuse_limits, rollout
+from mlxrl.rollout.play import Limits
+from mlxrl.rollout.worlds import Factory
 from mlxrl.train.draw import Drawn, draw, draw_key, further_tasks
+from mlxrl.train.episodes import of_episodes
 from mlxrl.train.optimizer import optimizer as make_optimizer
 from mlxrl.train.pack import pack
 from mlxrl.train.parts import parts as dealt
@@ -72,6 +76,7 @@ def describe(groups: Sequence[Group]) -> Metrics:
         "length/mean": float(np.mean(lengths)) if lengths else 0.0,
         "length/truncated": float(np.mean([t.stop == "length" for t in trajectories])) if trajectories else 0.0,
         "rollout/tokens": float(sum(lengths)),
+        **of_episodes(trajectories),
     }
 
 
@@ -102,42 +107,53 @@ def train(
     max_rows: int = 32,
     thinking: bool | None = None,
     tokens_per_pass: int | None = None,
+    max_tokens_per_row: int | None = None,
     recompute: bool = False,
     updates_per_rollout: int = 1,
     minibatches: int = 1,
     max_grad_norm: float = 1.0,
     start: int = 0,
+    environment: Factory | None = None,
+    **limits: Unpack[Limits],
 ) -> Iterator[Step]:
     """Train from step `start` to `steps`. Everything random is a function of (seed, step), so a run can be resumed.
 
     Args:
-        reward: a function of TRL's shape or several, summed with `weights`; None where a teacher alone teaches.
+        reward: a function of TRL's shape or several, summed with `weights`; None where a teacher alone teaches, or
+            an environment gives the rewards.
         optimizer: AdamW at a constant 1e-5 where none is given.
         shape: what is made of the scored groups before they are credited, as `algo.shaping.shape_overlong`.
         max_draws: how often a step may draw tasks. With more than one, groups whose rewards are all equal are left
             out and further tasks are asked in their place; see `draw.draw`.
-        teacher, hint, recompute: see `update`.
+        teacher, hint, recompute: see `update`. tokens_per_pass, max_tokens_per_row: see `pack`.
         updates_per_rollout, minibatches: how often a step goes through its groups, and in how many optimizer steps each
             time, for which they are dealt anew. Old log-probs are computed once, before the first of several.
+        environment, limits: see `rollout`.
     Raises:
         Diverged: three updates in a row were not finite.
     """
     optimizer = optimizer or make_optimizer(learning_rate=1e-5)
     functions = [] if reward is None else [reward] if callable(reward) else list(reward)
-    _refuse(algo, functions, shape, max_draws)
+    _refuse(algo, [*functions, *([environment] if environment else [])], shape, max_draws)
+    refuse_limits(environment, limits)
     judge = teacher_of(policy, algo, teacher, hint, thinking)
-    asking = Asking(policy, group_size, _keeping(sampling, algo), max_rows, thinking, functions, weights)
+    if environment is not None and judge is not None and judge.hint is not None:
+        raise ValueError("train: hint: an environment says what is asked; leave the hint out")
+    asking = Asking(
+        policy, group_size, _keeping(sampling, algo), max_rows, thinking, functions, weights, environment, limits
+    )
     options: dict[str, Any] = {"teacher": judge, "max_grad_norm": max_grad_norm, "recompute": recompute}
+    sizes = {"tokens_per_pass": tokens_per_pass, "max_tokens_per_row": max_tokens_per_row}
     patience = Patience()
     for index, todo in zip(range(start, steps), cycle(tasks, tasks_per_step, seed=seed, start=start), strict=False):
         mx.reset_peak_memory()
-        clock = Clock()
+        clock, now = Clock(), at_step(algo, index)
         more = further_tasks(tasks, todo, seed, index)
         drawn = draw(partial(asking.groups, clock, seed, index), todo, more, max_draws)
         groups = tuple(drawn.groups if shape is None else shape(drawn.groups))
-        batch = pack(groups, algo, tokens_per_pass=tokens_per_pass) if groups else None
-        parts = _updates(policy, batch, algo, judge, updates_per_rollout, minibatches, f"{seed}:{index}")
-        found = [patience.with_(update(policy, optimizer, part, algo, **options), index) for part in parts]
+        batch = pack(groups, now, **sizes) if groups else None
+        parts = _updates(policy, batch, now, judge, updates_per_rollout, minibatches, f"{seed}:{index}")
+        found = [patience.with_(update(policy, optimizer, part, now, **options), index) for part in parts]
         clock.lap("update")
         yield Step(index, {**_drawn(drawn), **averaged(found), **_costs(clock, drawn.asked)}, groups)
 
@@ -181,16 +197,18 @@ class Asking:
     thinking: bool | None
     functions: Sequence[Callable[..., Any]]
     weights: Sequence[float] | None
+    environment: Factory | None = None
+    limits: Limits = field(default_factory=Limits)
 
     def groups(self, clock: Clock, seed: int, step: int, tasks: Sequence[Task], number: int) -> Sequence[Group]:
         """The attempts at the tasks of a step's draw, scored where there is a reward."""
         groups = rollout(
             self.policy, tasks, group_size=self.group_size, sampling=self.sampling, key=draw_key(seed, step, number),
-            max_rows=self.max_rows, thinking=self.thinking,
+            max_rows=self.max_rows, thinking=self.thinking, environment=self.environment, **self.limits,
         )  # fmt: skip
         clock.lap("rollout")
         require_finite(groups, f"step {step}")
-        if self.functions:
+        if self.functions or self.environment is not None:
             groups = require_scores(score(groups, *self.functions, weights=self.weights))
         clock.lap("reward")
         return groups
@@ -198,7 +216,7 @@ class Asking:
 
 def require_finite(groups: Sequence[Group], where: str) -> None:
     """Diverged where the model had no finite logits in any row."""
-    stops = [trajectory.stop for group in groups for trajectory in group]
+    stops = [trajectory.stop for group in groups for trajectory in group if not trajectory.error]
     if stops and all(stop == "error" for stop in stops):
         raise Diverged(
             f"{where}: the model's logits were not finite in any of {len(stops)} rows; lower "

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, count
 
 import mlx.core as mx
 import numpy as np
 
+from mlxrl.algo.echo import not_predicted
 from mlxrl.algo.probe import candidates_kept
-from mlxrl.types import Algorithm, Group, Minibatch, Pack, Totals, Trajectory, Turn
+from mlxrl.train.rows import Row, first, rows_of, with_prompt
+from mlxrl.types import Algorithm, Group, Minibatch, Pack, Totals
 
 TOKENS_PER_PASS = 2048
 PASS = 48  # tokens that a forward and backward of any size costs beyond its own, as measured
 SHARE_FROM = 128  # prompt tokens saved, below which a pass of its own costs more than the repeated prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A trajectory as one line of tokens: [T] ids, for each whether the model chose it, its advantage, its log-prob.
-
-    number: the trajectory's, counted over all groups. candidates: [T, K] ids, None where nothing compares them.
-    """
-
-    number: int
-    prompt: tuple[int, ...]
-    tokens: np.ndarray
-    mask: np.ndarray
-    advantage: np.ndarray
-    rollout: np.ndarray
-    temperature: float
-    candidates: np.ndarray | None = None
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
 
 
 def pack(
@@ -51,7 +32,7 @@ def pack(
     and P = 0. Rows of like length go together, where the padding that this saves outweighs a further pass. The
     totals count every row, dropped ones too: neither the size of a pass nor the order of rows changes the gradient.
     A token that was forced on the model is read like an observation: it has no mask and no advantage, and no
-    denominator counts it.
+    denominator counts it. Where the algorithm predicts observations, a row that has some has signal.
 
     Args:
         tokens_per_pass: padded tokens of a forward at most, the prefix included; one row may exceed it.
@@ -64,95 +45,56 @@ def pack(
             raise ValueError(f"pack: {name}: wanted at least 1, got {value}")
     advantages = algo.advantages(groups)
     speaks = bool(algo.needs & {"reference", "teacher", "entropy"})
-    numbers, kept = count(), candidates_kept(algo)
+    numbers, kept, skip = count(), candidates_kept(algo), not_predicted(algo)
     rows = [
-        [row_of(next(numbers), one, credit, kept) for one, credit in zip(group, credits, strict=True)]
+        [
+            row
+            for one, credit in zip(group, credits, strict=True)
+            for row in rows_of(next(numbers), one, credit, kept, skip)
+        ]
         for group, credits in zip(groups, advantages, strict=True)
     ]
-    whole = {row.number: row.mask.sum() for group in rows for row in group}
+    whole = _summed(rows, lambda row: int(row.mask.sum()))
+    read = _summed(rows, lambda row: row.observations)
     if max_tokens_per_row is not None:
         rows = [[first(row, max_tokens_per_row - len(row.prompt)) for row in group] for group in rows]
-    cut = {row.number: int(whole[row.number] - row.mask.sum()) for group in rows for row in group}
-    heard = [[row for row in group if row.mask.any() and (speaks or row.advantage.any())] for group in rows]
-    totals = totals_of(groups, sum(len(group) for group in heard))
+    cut = whole - _summed(rows, lambda row: int(row.mask.sum()))
+    heard = [[row for row in group if _has_signal(row, speaks)] for group in rows]
+    totals = totals_of(groups, sum(len(group) for group in heard), sum(read.values()))
     minibatches = tuple(_minibatches(heard, budget))
-    return Pack(minibatches, totals, tuple(groups), {number: tokens for number, tokens in cut.items() if tokens})
+    return Pack(minibatches, totals, tuple(groups), dict(cut), dict(read))
 
 
-def first(row: Row, tokens: int) -> Row:
-    """A row's first tokens behind its prompt."""
-    end = max(tokens, 0)
-    names = ("tokens", "mask", "advantage", "rollout")
-    candidates = None if row.candidates is None else row.candidates[:end]
-    return replace(row, candidates=candidates, **{name: getattr(row, name)[:end] for name in names})
+def _summed(groups: Sequence[Sequence[Row]], count: Callable[[Row], int]) -> Counter[int]:
+    """Counts of rows by the number of their trajectory, where they are not 0."""
+    found = Counter[int]()
+    for row in (row for group in groups for row in group):
+        found[row.number] += count(row)
+    return +found
 
 
-def first_chosen(row: Row, chosen: int) -> Row:
-    """A row up to its so manieth token that the model chose."""
-    return first(row, int(np.flatnonzero(row.mask)[chosen - 1]) + 1)
+def _has_signal(row: Row, speaks: bool) -> bool:
+    return row.observations > 0 or bool(row.mask.any() and (speaks or row.advantage.any()))
 
 
-def totals_of(groups: Sequence[Group], heard: int) -> Totals:
-    """The denominators of groups of which so many rows are computed."""
+def totals_of(groups: Sequence[Group], heard: int, observations: int = 0) -> Totals:
+    """The denominators of groups of which so many rows are computed, and so many observed tokens are predicted."""
     trajectories = [trajectory for group in groups for trajectory in group]
+    rows = sum(1 + sum(turn.fresh for turn in trajectory.turns[1:]) for trajectory in trajectories)
     return Totals(
         tokens=sum(trajectory.chosen for trajectory in trajectories),
-        rows=len(trajectories),
+        rows=rows,
         groups=len(groups),
         max_tokens=max((trajectory.sampling.max_tokens for trajectory in trajectories), default=1),
-        silent=len(trajectories) - heard,
+        silent=rows - heard,
+        observations=observations,
     )
-
-
-def row_of(number: int, trajectory: Trajectory, credit: float | Sequence[float], kept: int = 0) -> Row:
-    """Lay a trajectory's turns out behind its first observation, with so many candidates of each token."""
-    tokens: list[int] = []
-    sampled: list[bool] = []
-    logprobs: list[float] = []
-    for index, turn in enumerate(trajectory.turns):
-        read = () if index == 0 else turn.observation
-        tokens += [*read, *turn.action]
-        sampled += [False] * len(read) + _chosen(turn)
-        logprobs += [0.0] * len(read) + list(turn.logprobs)
-    mask = np.array(sampled, bool)
-    advantage = np.zeros(len(tokens), np.float32)
-    advantage[mask] = credit
-    return Row(
-        number,
-        trajectory.prompt,
-        np.array(tokens, np.int32),
-        mask.astype(np.float32),
-        advantage,
-        np.array(logprobs, np.float32),
-        trajectory.sampling.softmax_temperature,
-        _candidates(trajectory, kept) if kept else None,
-    )
-
-
-def _chosen(turn: Turn) -> list[bool]:
-    forced = set(turn.forced)
-    return [place not in forced for place in range(len(turn.action))]
-
-
-def _candidates(trajectory: Trajectory, kept: int) -> np.ndarray:
-    """[T, K] the likeliest ids as they were kept while sampling, 0 where the model read."""
-    found: list[list[tuple[int, ...]]] = []
-    for index, turn in enumerate(trajectory.turns):
-        got = min((len(ids) for ids in turn.candidates or ((),)), default=0)
-        if turn.action and got < kept:
-            raise ValueError(
-                f"pack: the algorithm compares the sampler's {kept} likeliest tokens with a teacher's, and {got} were "
-                f"kept; sample with Sampling(candidates={kept})"
-            )
-        found.append([(0,) * kept] * (len(turn.observation) if index else 0))
-        found.append([ids[:kept] for ids in turn.candidates or ()])
-    return np.array([ids for part in found for ids in part], np.int32).reshape(-1, kept)
 
 
 def _minibatches(groups: Sequence[Sequence[Row]], budget: int) -> Iterator[Minibatch]:
     alone: list[Row] = []
-    for group in groups:
-        if group and len(group[0].prompt) * (len(group) - 1) >= SHARE_FROM:
+    for group in chain.from_iterable(map(_alike, groups)):
+        if len(group[0].prompt) * (len(group) - 1) >= SHARE_FROM:
             yield from _batches(group, len(group[0].prompt), budget)
         else:
             alone += [with_prompt(row) for row in group]
@@ -160,19 +102,12 @@ def _minibatches(groups: Sequence[Sequence[Row]], budget: int) -> Iterator[Minib
         yield from _batches([row for row in alone if row.temperature == temperature], 0, budget)
 
 
-def with_prompt(row: Row) -> Row:
-    """The row with its prompt in front, where no shared prefix carries it."""
-
-    def behind(array: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.zeros((len(row.prompt), *array.shape[1:]), array.dtype), array])
-
-    return replace(
-        row,
-        prompt=(),
-        tokens=np.concatenate([np.array(row.prompt, np.int32), row.tokens]),
-        **{name: behind(getattr(row, name)) for name in ("mask", "advantage", "rollout")},
-        candidates=None if row.candidates is None else behind(row.candidates),
-    )
+def _alike(group: Sequence[Row]) -> Iterator[list[Row]]:
+    """The rows of a group that have the same prompt; environments may begin differently, and history be rewritten."""
+    prompts: dict[tuple[int, ...], list[Row]] = {}
+    for row in group:
+        prompts.setdefault(row.prompt, []).append(row)
+    yield from prompts.values()
 
 
 def _batches(rows: Sequence[Row], prefix: int, budget: int) -> Iterator[Minibatch]:
@@ -208,6 +143,14 @@ def _cuts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
     return cuts[::-1]
 
 
+def widest(prompt: int, completion: int, group: int, groups: int, budget: int) -> tuple[int, int, int]:
+    """How groups of rows of one length are laid out: (tokens of the shared prefix, rows and tokens of a pass)."""
+    shared = prompt * (group - 1) >= SHARE_FROM
+    rows, tokens = (group, completion) if shared else (group * groups, prompt + completion)
+    cuts = _cuts([tokens] * rows, budget - (prompt if shared else 0))
+    return (prompt if shared else 0), max(end - start for start, end in cuts), tokens
+
+
 def minibatch(rows: Sequence[Row], prefix: mx.array | None = None) -> Minibatch:
     """Rows of one prefix, padded to the same length; those that are given one array as prefix run it once."""
     width = max(row.length for row in rows)
@@ -224,6 +167,7 @@ def minibatch(rows: Sequence[Row], prefix: mx.array | None = None) -> Minibatch:
         temperature=rows[0].temperature,
         candidates=None if rows[0].candidates is None else stacked("candidates"),
         rows=tuple(row.number for row in rows),
+        observed=None if rows[0].observed is None else stacked("observed"),
     )
 
 

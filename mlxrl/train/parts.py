@@ -40,14 +40,21 @@ def _part(batch: Pack, chosen: set[int]) -> Pack:
     largest = max((_size(minibatch) for minibatch in batch), default=0)
     groups = tuple(group for number, group in enumerate(batch.groups) if number in chosen)
     heard = sum(len(minibatch.rows) for minibatch in picked)
-    cut = {row: tokens for row, tokens in batch.cut.items() if owners[row] in chosen}
-    return Pack(tuple(_joined(picked, largest)), totals_of(groups, heard), groups, cut)
+    cut, observations = (
+        {row: tokens for row, tokens in counts.items() if owners[row] in chosen}
+        for counts in (batch.cut, batch.observations)
+    )
+    totals = totals_of(groups, heard, sum(observations.values()))
+    return Pack(tuple(_joined(picked, largest)), totals, groups, cut, observations)
 
 
 def _rows(minibatch: Minibatch, places: list[int]) -> Minibatch:
     """Some rows of a minibatch, cut after the last token that counts."""
     picked = mx.array(places)
-    width = int(np.flatnonzero(np.array(minibatch.mask)[places].any(axis=0))[-1]) + 1
+    counted = np.array(minibatch.mask)[places] > 0
+    if minibatch.observed is not None:
+        counted |= np.array(minibatch.observed)[places] > 0
+    width = int(np.flatnonzero(counted.any(axis=0))[-1]) + 1
     arrays = {name: array[picked, :width] for name, array in _arrays(minibatch).items()}
     return replace(minibatch, rows=tuple(minibatch.rows[place] for place in places), **arrays)
 

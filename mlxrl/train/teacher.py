@@ -16,8 +16,8 @@ from mlxrl.policy.compare import hidden_at, likeliest
 from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs, training
 from mlxrl.rollout.render import render
-from mlxrl.train.pack import first_chosen, row_of, with_prompt
 from mlxrl.train.pack import minibatch as packed
+from mlxrl.train.rows import first_chosen, row_of, with_prompt
 from mlxrl.types import Algorithm, Comparison, Group, Minibatch, Task, Trajectory
 
 
@@ -147,6 +147,8 @@ def _hinted(teacher: Teacher, minibatch: Minibatch, rows: Sequence[Trajectory]) 
 
 def _with_hint(teacher: Teacher, row: Trajectory) -> Trajectory:
     assert teacher.hint is not None
+    if any(turn.fresh for turn in row.turns):
+        raise ValueError("teacher: hint: wanted trajectories of one row, got one whose history was rewritten")
     prompt = render(teacher.policy.tokenizer, hinted(row.task, teacher.hint), thinking=teacher.thinking)
     return replace(row, turns=(replace(row.turns[0], observation=prompt), *row.turns[1:]))
 
