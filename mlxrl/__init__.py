@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlxrl import algo, rewards
-    from mlxrl.algo.recipes import cispo, dapo, dr_grpo, grpo, gspo, opd, rloo
+    from mlxrl.algo.recipes import dapo, dr_grpo, grpo, gspo, opd, rloo
     from mlxrl.data import cycle, tasks
     from mlxrl.policy.adapters import LoRA, without_adapters
     from mlxrl.policy.load import Policy, load
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from mlxrl.train.loop import Step, train
     from mlxrl.train.pack import pack
     from mlxrl.train.step import update
-    from mlxrl.types import Algorithm, Minibatch, Sampling, Task, Trajectory, Turn
+    from mlxrl.types import Algorithm, Feedback, Minibatch, Sampling, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm",
+    "Feedback",
     "LoRA",
     "Minibatch",
     "Policy",
@@ -38,7 +39,6 @@ __all__ = [
     "Trajectory",
     "Turn",
     "algo",
-    "cispo",
     "compare",
     "cycle",
     "dapo",
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "mlxrl.algo.recipes": ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "opd", "rloo"),
+    "mlxrl.algo.recipes": ("dapo", "dr_grpo", "grpo", "gspo", "opd", "rloo"),
     "mlxrl.data": ("cycle", "tasks"),
     "mlxrl.policy.adapters": ("LoRA", "without_adapters"),
     "mlxrl.policy.load": ("Policy", "load"),
@@ -72,7 +72,7 @@ _HOMES = {
     "mlxrl.train.loop": ("Step", "train"),
     "mlxrl.train.pack": ("pack",),
     "mlxrl.train.step": ("update",),
-    "mlxrl.types": ("Algorithm", "Minibatch", "Sampling", "Task", "Trajectory", "Turn"),
+    "mlxrl.types": ("Algorithm", "Feedback", "Minibatch", "Sampling", "Task", "Trajectory", "Turn"),
 }
 
 

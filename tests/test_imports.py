@@ -17,6 +17,8 @@ BELOW = {
     "data": {"types"},
     "rewards": {"types", "data"},
     "algo": {"types"},
+    "tools": {"types"},
+    "environments": {"types", "tools"},
     "policy": {"types", "atomic"},
     "rollout": {"types", "data", "rewards", "policy"},
     "train": {"types", "atomic", "data", "rewards", "algo", "policy", "rollout"},

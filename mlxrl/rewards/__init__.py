@@ -6,9 +6,9 @@ returns a float per completion; None means "does not apply here".
 """
 
 from mlxrl.rewards.answers import contains, exact_match, last_number, last_number_matches, text_of
-from mlxrl.rewards.find import located, resolve
+from mlxrl.rewards.find import find, located, resolve
 from mlxrl.rewards.functions import Function, accept, check_weights
-from mlxrl.rewards.scoring import RewardError, best_and_worst, require_scores, score
+from mlxrl.rewards.scoring import RewardError, best_and_worst, earned, require_scores, score
 
 __all__ = [
     "Function",
@@ -17,7 +17,9 @@ __all__ = [
     "best_and_worst",
     "check_weights",
     "contains",
+    "earned",
     "exact_match",
+    "find",
     "last_number",
     "last_number_matches",
     "located",

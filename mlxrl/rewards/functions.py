@@ -44,8 +44,13 @@ def parameters(function: Function, *, variadic: bool = False) -> list[inspect.Pa
     return [p for p in found if variadic or p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
 
-def check_weights(count: int, weights: Sequence[float] | None) -> list[float]:
-    """The weights of `count` reward functions; ValueError where they are not one finite number each, or all 0."""
+def check_weights(count: int, weights: Sequence[float] | None, *, alone: bool = False) -> list[float]:
+    """The weights of `count` reward functions; ValueError where they are not one finite number each, or all 0.
+
+    alone: whether there may be none, because an environment gives rewards.
+    """
+    if count < 1 and alone and not weights:
+        return []
     if count < 1:
         raise ValueError("reward: wanted at least one function, got none")
     factors = [1.0] * count if weights is None else [float(weight) for weight in weights]

@@ -10,9 +10,18 @@ from typing import Any
 from mlxrl.rewards.functions import Function, check_weights, name_of, parameters
 from mlxrl.types import Group, Trajectory
 
+ENVIRONMENT = "environment"
+"""The part of a reward that is the sum over an episode's turns."""
+
 
 class RewardError(ValueError):
     """A reward function that raised for every completion of a call, or did not return a number for each."""
+
+
+def earned(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with the sum of what an environment gave for its turns as a part of the reward, and so far all."""
+    total = math.fsum(turn.reward for turn in trajectory.turns)
+    return replace(trajectory, reward=total, rewards={ENVIRONMENT: total}, weights={ENVIRONMENT: 1.0})
 
 
 def score(groups: Sequence[Group], *functions: Function, weights: Sequence[float] | None = None) -> tuple[Group, ...]:
@@ -21,15 +30,17 @@ def score(groups: Sequence[Group], *functions: Function, weights: Sequence[float
     `Trajectory.rewards` holds the parts by function name, `Trajectory.weights` their weights. A function that returns
     None for a completion is left out of its sum. Where a function returns NaN or infinity or raises, and where all
     return None, the reward is NaN, which means "failed". A function that raises is called again one completion at a
-    time, so that only those it raises for are lost.
+    time, so that only those it raises for are lost. What an environment has given is a part of its own, "environment",
+    with weight 1, and needs no function besides.
 
     Args:
         weights: one per function, 1 each if left out.
     Raises:
         RewardError: a function raised for every completion, or returned something else than a number or None for each.
     """
-    names, factors = _names(functions), check_weights(len(functions), weights)
     flat = [trajectory for group in groups for trajectory in group]
+    given = bool(flat) and all(ENVIRONMENT in row.rewards or row.stop == "error" for row in flat)
+    names, factors = _names(functions), check_weights(len(functions), weights, alone=given)
     parts = {name: _call(name, function, flat) for name, function in zip(names, functions, strict=True)} if flat else {}
     weighted = dict(zip(names, factors, strict=True))
     scored = iter([_scored(one, {name: parts[name][i] for name in names}, weighted) for i, one in enumerate(flat)])
@@ -56,6 +67,8 @@ def best_and_worst(group: Group) -> list[Trajectory]:
 def _scored(trajectory: Trajectory, parts: Mapping[str, float | None], weights: Mapping[str, float]) -> Trajectory:
     if trajectory.stop == "error":
         return replace(trajectory, reward=math.nan)
+    if ENVIRONMENT in trajectory.rewards:
+        parts, weights = {ENVIRONMENT: trajectory.rewards[ENVIRONMENT], **parts}, {ENVIRONMENT: 1.0, **weights}
     applying = [(part, weights[name]) for name, part in parts.items() if part is not None]
     total = sum(part * factor for part, factor in applying) if applying else math.nan
     known = {name: math.nan if part is None else part for name, part in parts.items()}
@@ -143,10 +156,10 @@ def _shown(value: Any) -> str:
 
 
 def _names(functions: Sequence[Function]) -> list[str]:
-    names: list[str] = []
+    names = [ENVIRONMENT]
     for function in functions:
         name, number = name_of(function), 2
         while name in names:
             name, number = f"{name_of(function)}_{number}", number + 1
         names.append(name)
-    return names
+    return names[1:]

@@ -8,7 +8,7 @@ the last one is read back, so the device does not wait for Python.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import Any
@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from mlxrl.policy.head import Head
 from mlxrl.rollout.batch import Batch
+from mlxrl.rollout.common import Continued, beginning, continued
 from mlxrl.rollout.engine import Subject
 from mlxrl.rollout.equals import Equals
 from mlxrl.rollout.fused import fused
@@ -82,7 +83,9 @@ class Loop:
         waiting = [row for row in self.ordered if row.stop is None]
         self.queue = deque(sorted(waiting, key=lambda row: places[row.prompt]))
         self.resumed: list[tuple[Row, Row]] = []
-        self.filled: dict[Prompt, Filled] = {}
+        self.filled: dict[Prompt, Filled | Continued] = {}
+        self.common = beginning(row.prompt for row in waiting) if self.service == "ragged" else ()
+        self.begun: Filled | None = None
         self.unread: list[tuple[list[Row | None], State]] = []
         self.batch = self._places(0)
 
@@ -110,16 +113,22 @@ class Loop:
         finally:
             self.batch, self.unread = self._places(0), []
             self.filled.clear()
+            self.begun = None
             mx.clear_cache()  # the next pass needs buffers of other sizes
 
-    def decode(self) -> Generator[Row]:
+    def decode(self, between: Callable[[], None] | None = None) -> Generator[Row]:
         """Decode inside a session until no row draws; rows come out as they end.
 
         Rows may be left in the queue, where held rows have all the places.
+
+        Args:
+            between: called before each step; it may resume rows.
         """
         yield from self.hopeless
         self.hopeless = []
         while True:
+            if between is not None:
+                between()
             self.fill()
             launched = self.launch()
             if not launched and not self.unread:
@@ -161,7 +170,7 @@ class Loop:
         if not taken:
             self._open()
         free = [place for place in range(len(self.batch.rows)) if place not in taken]
-        if taken and len(free) < JOIN * len(self.batch.rows):
+        if not free or (self.batch.live() and len(free) < JOIN * len(self.batch.rows)):
             return
         joining = [self.queue.popleft() for _ in free[: len(self.queue)]]
         self._join(free[: len(joining)], joining)
@@ -178,7 +187,7 @@ class Loop:
             self.batch = self._places(count)
 
     def _extend(self) -> None:
-        """Feed resumed rows what is new to them, `chunk` tokens a forward, and draw their next tokens."""
+        """Feed resumed rows what is new to them, `chunk` tokens a forward, and let them draw."""
         pairs, self.resumed = self.resumed, []
         places = [self.batch.rows.index(row) for row, _ in pairs]
         rows = [new for _, new in pairs]
@@ -188,9 +197,11 @@ class Loop:
         logits: dict[int, mx.array] = {}
         assert isinstance(self.batch.caches, Slots)
         while left := [i for i, row in enumerate(rows) if held[i] < row.start]:
+            counts = {i: min(rows[i].start - held[i], self.chunk) for i in left}
+            left.sort(key=counts.__getitem__)  # of like length together, as many as fill a chunk, padding included
+            left = [i for number, i in enumerate(left) if not number or (number + 1) * counts[i] <= self.chunk]
             if self.service != "ragged":  # those that are fed as many tokens as the first
-                count = min(rows[left[0]].start - held[left[0]], self.chunk)
-                left = [i for i in left if min(rows[i].start - held[i], self.chunk) == count]
+                left = [i for i in left if counts[i] == counts[left[0]]]
             fed = [rows[i].prompt[held[i] : held[i] + self.chunk] for i in left]
             ends = self.subject.extend(self.batch.caches, [places[i] for i in left], [held[i] for i in left], fed)
             for i, tokens, end in zip(left, fed, ends, strict=True):
@@ -210,19 +221,29 @@ class Loop:
         ends = mx.concatenate([logits[row.prompt] for row in rows])
         self.unread.append((list(rows), self.batch.begin(places, rows, ends, self.processors)))
 
-    def _filled(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, Filled]]:
+    def _filled(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, Filled | Continued]]:
         """Prompts that have been run, or are run now; those that others wait for are kept."""
         waiting = {row.prompt for row in self.queue}
         before = [prompt for prompt in prompts if prompt in self.filled]
         fresh = [prompt for prompt in prompts if prompt not in self.filled]
-        together = batches(fresh, self.chunk) if self.service == "ragged" else ([prompt] for prompt in fresh)
         for prompt in before:
             yield prompt, self.filled[prompt] if prompt in waiting else self.filled.pop(prompt)
-        for batch in together:
-            for prompt, filled in zip(batch, self.subject.prefill(batch, self.chunk), strict=True):
-                if prompt in waiting:
-                    self.filled[prompt] = filled
-                yield prompt, filled
+        for prompt, filled in self._run(fresh):
+            if prompt in waiting:
+                self.filled[prompt] = filled
+            yield prompt, filled
+
+    def _run(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, Filled | Continued]]:
+        """Run prompts, together where the model can, from behind what they all begin with."""
+        known = len(self.common)
+        sharing = [prompt for prompt in prompts if known and len(prompt) > known and prompt[:known] == self.common]
+        others = [prompt for prompt in prompts if prompt not in set(sharing)]
+        for batch in batches(others, self.chunk) if self.service == "ragged" else ([prompt] for prompt in others):
+            yield from zip(batch, self.subject.prefill(batch, self.chunk), strict=True)
+        for batch in batches(sharing, self.chunk, known):
+            if self.begun is None:
+                (self.begun,) = self.subject.prefill([self.common], self.chunk)
+            yield from zip(batch, continued(self.subject, self.begun, batch, self.chunk), strict=True)
 
     def launch(self) -> list[tuple[list[Row | None], State]]:
         """Enqueue a step, if a row wants a token."""
@@ -250,6 +271,6 @@ class Loop:
                 row.note({name: values[place] for name, values in read.items()})
             if row.take(token, logprob, self.rules, self.text):
                 ended.append(row)
-        if ended and self.rules.sampling.stop_strings:
+        if any(row.strings(self.rules) for row in ended):
             self.batch.end()
         return ended

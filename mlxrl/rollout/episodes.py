@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
 from mlxrl.policy.load import Policy
 from mlxrl.rollout.decode import Loop
+from mlxrl.rollout.play import Bounds, Limits, Play
 from mlxrl.rollout.render import render
 from mlxrl.rollout.row import Request, Row
 from mlxrl.rollout.rules import Processor, Rules
 from mlxrl.rollout.sampling import fold, key_of
-from mlxrl.types import Group, Sampling, Task, Trajectory, Turn
+from mlxrl.rollout.turns import turn_of
+from mlxrl.rollout.worlds import Factory, prepare
+from mlxrl.types import Group, Sampling, Task, Trajectory
 
 
 class Interrupted(KeyboardInterrupt):
@@ -36,28 +39,43 @@ def rollout(
     max_rows: int = 32,
     thinking: bool | None = None,
     processors: Sequence[Processor] = (),
+    environment: Factory | None = None,
+    **limits: Unpack[Limits],
 ) -> tuple[Group, ...]:
     """Sample `group_size` attempts at every task, all of them in one batched loop.
 
     Args:
-        key: a number or a key, [2] uint32. Row r of task i draws from a key made of (key, i, r) alone.
+        key: a number or a key, [2] uint32. Row r of task i draws from a key made of (key, i, r) alone, and of the
+            number of its turn.
         max_rows: rows that decode together.
         processors: mlx-lm's logits processors, called with a row's tokens [T] and its logits [1, V]. Log-probs stay
             those of the model.
+        environment: makes the environment of an attempt, which then is an episode of several turns; see
+            `types.Environment`. Its reward is the sum over the turns, before reward functions.
+        limits: of an episode: max_turns, max_episode_tokens, timeout, invalid_penalty, see `play.Bounds`.
     Returns:
-        a group of unscored trajectories for every task; a task that stands twice is two groups.
+        a group of trajectories for every task; a task that stands twice is two groups.
     Raises:
         Interrupted: on Ctrl-C, with the rows that had ended.
+        EpisodeError: the environment failed in every episode. One that fails in some ends only those.
     """
     if group_size < 1:
         raise ValueError(f"rollout: group_size: wanted at least 1, got {group_size}")
+    refuse_limits(environment, limits)
     base = key_of(0, key) if isinstance(key, int) else key
-    prompts = [render(policy.tokenizer, task, thinking=thinking) for task in tasks]
     keys = row_keys(base, len(tasks), group_size)
+    rules = rules_of(policy.tokenizer, sampling)
+    if environment is not None:
+        prepare(environment, policy.tokenizer)
+        return _played(Play(
+            policy, tasks, environment, Bounds(**limits), rules, keys, group_size,
+            max_rows=max_rows, thinking=thinking, processors=processors,
+        ))  # fmt: skip
+    prompts = [render(policy.tokenizer, task, thinking=thinking) for task in tasks]
     asked = [prompt for prompt in prompts for _ in range(group_size)]
     requests = [Request(prompt, key) for prompt, key in zip(asked, keys, strict=True)]
     loop = Loop(
-        policy.model, policy.head, requests, rules_of(policy.tokenizer, sampling), max_rows=max_rows,
+        policy.model, policy.head, requests, rules, max_rows=max_rows,
         text=policy.tokenizer.decode, processors=processors,
     )  # fmt: skip
     try:
@@ -66,6 +84,20 @@ def rollout(
     except KeyboardInterrupt:
         raise Interrupted(_groups(policy.tokenizer, tasks, loop.ordered, group_size, sampling)) from None
     return _groups(policy.tokenizer, tasks, loop.ordered, group_size, sampling)
+
+
+def refuse_limits(environment: Factory | None, limits: Limits) -> None:
+    """ValueError for limits of episodes where there are none."""
+    if environment is None and limits:
+        raise ValueError(f"rollout: {next(iter(limits))} has no effect without an environment")
+
+
+def _played(play: Play) -> tuple[Group, ...]:
+    try:
+        play.run()
+    except KeyboardInterrupt:
+        raise Interrupted(play.groups()) from None
+    return play.groups()
 
 
 def rules_of(tokenizer: Any, sampling: Sampling) -> Rules:
@@ -100,15 +132,5 @@ def _groups(
 
 
 def _trajectory(tokenizer: Any, task: Task, row: Row, sampling: Sampling) -> Trajectory:
-    turn = Turn(
-        row.prompt,
-        tuple(row.ids),
-        tuple(row.logprobs),
-        tokenizer.decode(row.ids, skip_special_tokens=True),
-        forced=tuple(row.forced),
-        truncated=tuple(row.truncated) or None,
-        candidates=tuple(row.candidates) if sampling.candidates else None,
-        candidate_logprobs=tuple(row.candidate_logprobs) if sampling.candidates else None,
-    )
     assert row.stop is not None
-    return Trajectory(task, (turn,), stop=row.stop, sampling=sampling)
+    return Trajectory(task, (turn_of(tokenizer, row, sampling),), stop=row.stop, sampling=sampling)

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxrl.rollout.prefill import Filled
+from mlxrl.rollout.prefill import Filled, Run
 
 
 class Equals:
@@ -23,10 +23,11 @@ class Equals:
         self.held: list[list[Any]] = []
         self.arrays: list[mx.array] = []
 
-    def place(self, places: Sequence[int], filled: Filled) -> None:
+    def place(self, places: Sequence[int], run: Run) -> None:
         """Give the next rows, in order, the caches of one prompt."""
         assert list(places) == list(range(len(self.held), len(self.held) + len(places)))
-        self.held += [list(filled.caches)] * len(places)
+        assert isinstance(run, Filled), "rows of equal length start from caches of their own"
+        self.held += [list(run.caches)] * len(places)
         if len(self.held) == self.rows:
             layers = zip(*self.held, strict=True)
             self.joined = [_mapped(lambda arrays: mx.concatenate(list(arrays)), layer) for layer in layers]

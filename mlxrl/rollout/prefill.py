@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlxrl.policy.gated_delta import chunked
 from mlxrl.policy.head import Head
-from mlxrl.rollout.layers import Layer
+from mlxrl.rollout.layers import Layer, layer_of
 
 Prompt = tuple[int, ...]
+
+
+class Run(Protocol):
+    """A prompt that was run, as slots take it."""
+
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer keeps."""
+        ...
+
+    def arrays(self, layers: Iterable[Layer]) -> list[mx.array]:
+        """Its arrays in a row, [1, ...] each."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +36,12 @@ class Filled:
     length: int
     logits: mx.array
 
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer keeps."""
+        return tuple(layer_of(cache) for cache in self.caches)
+
     def arrays(self, layers: Iterable[Layer]) -> list[mx.array]:
-        """What its layers keep, [1, ...] each."""
+        """Its arrays in a row, [1, ...] each."""
         pairs = zip(layers, self.caches, strict=True)
         return [array for layer, cache in pairs for array in layer.row(cache, self.number, self.length)]
 
@@ -68,11 +84,14 @@ def _tell(caches: Iterable[Any], lengths: Sequence[int]) -> None:
             cache.lengths = mx.array(list(lengths))
 
 
-def batches(prompts: Iterable[Prompt], chunk: int) -> Iterator[list[Prompt]]:
-    """Prompts of like length together, as long as they fill no more than `chunk` tokens, padding included."""
+def batches(prompts: Iterable[Prompt], chunk: int, known: int = 0) -> Iterator[list[Prompt]]:
+    """Prompts of like length together, as long as they fill no more than `chunk` tokens, padding included.
+
+    known: tokens at their beginning that are not run with them.
+    """
     batch: list[Prompt] = []
     for prompt in sorted(prompts, key=len):
-        if batch and (len(batch) + 1) * len(prompt) > chunk:
+        if batch and (len(batch) + 1) * (len(prompt) - known) > chunk:
             yield batch
             batch = []
         batch.append(prompt)

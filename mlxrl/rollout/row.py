@@ -17,11 +17,15 @@ Text: TypeAlias = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A row to decode: the ids of its prompt, its key [2] uint32, and the tokens it may draw, None for the rules'."""
+    """A row to decode: the ids of its prompt, its key [2] uint32, and the tokens it may draw, None for the rules'.
+
+    stop_strings: texts that end it besides those of the rules.
+    """
 
     prompt: tuple[int, ...]
     key: mx.array
     limit: int | None = None
+    stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -74,7 +78,7 @@ class Row:
         self.logprobs.append(logprob)
         if token in rules.stops:
             self.stop = "eos"
-        elif rules.sampling.stop_strings and self._says_stop(rules, text):
+        elif (strings := self.strings(rules)) and self._says_stop(strings, rules, text):
             self.stop, self.ahead = "eos", self.drawn > len(self.ids)
         elif len(self.ids) >= self.limit:
             self.stop = "length"
@@ -90,9 +94,12 @@ class Row:
             self.candidates.append(tuple(read["ids"]))
             self.candidate_logprobs.append(tuple(read["candidates"]))
 
-    def _says_stop(self, rules: Rules, text: Text | None) -> bool:
+    def strings(self, rules: Rules) -> tuple[str, ...]:
+        """The texts that end it."""
+        return (*rules.sampling.stop_strings, *self.request.stop_strings)
+
+    def _says_stop(self, strings: Sequence[str], rules: Rules, text: Text | None) -> bool:
         """Whether a stop string is complete, read from as many last tokens as it can spread over."""
-        strings = rules.sampling.stop_strings
         if len(self.ids) <= rules.sampling.min_tokens:
             return False
         assert text is not None, "stop strings need a text of the ids"

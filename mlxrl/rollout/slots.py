@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxrl.rollout.layers import Layer, arrays_of, caches, layer_of, padded
-from mlxrl.rollout.prefill import Filled
+from mlxrl.rollout.layers import Layer, arrays_of, caches, padded
+from mlxrl.rollout.prefill import Run
 
 
 class Slots:
@@ -27,11 +27,11 @@ class Slots:
         self.layers: tuple[Layer, ...] = ()
         self.arrays: list[mx.array] = []
 
-    def place(self, places: Sequence[int], filled: Filled) -> None:
+    def place(self, places: Sequence[int], run: Run) -> None:
         """Give rows the caches of one prompt, over all that was in their slots."""
         if not self.layers:
-            self.layers = tuple(layer_of(cache) for cache in filled.caches)
-        index, arrays = mx.array(list(places)), filled.arrays(self.layers)
+            self.layers = run.layers()
+        index, arrays = mx.array(list(places)), run.arrays(self.layers)
         if not self.arrays:
             self.arrays = [self._empty(array, grows) for array, grows in zip(arrays, self._grows(), strict=True)]
         for number, (array, grows) in enumerate(zip(arrays, self._grows(), strict=True)):

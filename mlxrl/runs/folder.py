@@ -123,7 +123,19 @@ def _sample(one: Trajectory) -> dict[str, Any]:
         "rewards": dict(one.rewards),
         "stop": one.stop,
         "length": one.length,
+        **_played(one),
     }
+
+
+def _played(one: Trajectory) -> dict[str, Any]:
+    """The turns of an episode and how its environment failed, nothing for an answer without one."""
+    if not one.error and not any(turn.seen for turn in one.turns):
+        return {}
+    turns = [
+        {"observation": t.seen, "action": t.text, "reward": t.reward, "length": len(t.action), "invalid": t.invalid}
+        for t in one.turns
+    ]
+    return {"turns": turns, **({"error": one.error} if one.error else {})}
 
 
 def _now() -> str:

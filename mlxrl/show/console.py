@@ -123,7 +123,8 @@ class Console:
         """The best and the worst attempt of the group whose rewards differ most."""
         group = max(groups, key=_spread)
         prompt = group[0].task.prompt
-        asked = self._shown(prompt if isinstance(prompt, str) else text_of(list(prompt)))
+        first = next((one.turns[0].seen for one in group if one.turns), "")
+        asked = self._shown(first or (prompt if isinstance(prompt, str) else text_of(list(prompt))))
         if self._plain:
             self._say(f"  asked  {asked}")
             for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False):
@@ -192,7 +193,7 @@ class Console:
         return (time.monotonic() - self._started) / max(done - first, 1) * (self._steps - done)
 
     def _cells(self, one: Trajectory) -> list[str]:
-        return [text.number(one.reward), str(one.length), one.stop, self._shown(one.text)]
+        return [text.number(one.reward), str(one.length), one.stop, self._shown(_said(one))]
 
     def _shown(self, untrusted: str) -> str:
         return text.shorten(text.safe(untrusted), SAMPLE_WIDTH)
@@ -207,6 +208,12 @@ class Console:
         """Escape what the stream's encoding cannot hold."""
         encoding = self._rich.encoding
         return line.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _said(one: Trajectory) -> str:
+    """What a model has said; of an episode, what it was told in between, too."""
+    first = one.turns[0].text if one.turns else ""
+    return " ".join([first, *(f"[{turn.seen}] {turn.text}" for turn in one.turns[1:])])
 
 
 def _spread(group: Group) -> float:

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxrl.show.text import number, size
+from mlxrl.show.text import number, safe, shorten, size
 
 HEADING = "    step   reward   silent  length  cut    tok/s  rollout   update     peak"
 TREND_STEPS = 5
 TREND_SHARE = 0.05
 """A reward is up or down when it leaves the mean of the last TREND_STEPS by this share of the range seen so far."""
+
+ERROR_WIDTH = 160
+"""Characters of an environment's fault that are shown."""
 
 MARKS = {"+": "▲", "-": "▼", "=": "·"}
 
@@ -64,6 +67,9 @@ def direction(reward: float, rewards: Sequence[float]) -> str:
 def _warnings(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     failed, skipped = metrics.get("reward/failed", 0), metrics.get("policy/skipped", 0)
     found: list[str] = []
+    if errors := metrics.get("episodes/errors", 0):
+        reason = shorten(safe(str(metrics.get("episodes/error"))), ERROR_WIDTH)
+        found.append(f"{errors:.0f} episodes ended because their environment failed, the first: {reason}")
     if failed:
         found.append(f"{failed:.0f} completions could not be scored and are left out")
     if skipped:
