@@ -2,8 +2,10 @@
 
     python benchmarks/learning.py                                             every line of RUNS, 3 seeds each
     python benchmarks/learning.py --runs grpo --seeds 0 1 2 3 4 --name learning
+    python benchmarks/learning.py --config examples/maze.toml --runs grpo gigpo --name maze --set run.evaluate_every=10
 
-Writes benchmarks/results/NAME.json after every run, and prints a Markdown table at the end.
+Writes benchmarks/results/NAME.json after every run, and prints a Markdown table at the end. `tokens` are those sampled
+in training; `curve` pairs them with the accuracy of the evaluations under way, the first and last included.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +94,24 @@ def run(arguments: argparse.Namespace, name: str, seed: int, adapter: str) -> di
         train(arguments, Path(folder) / "run", [f"seed={seed}", *(one.format(teacher=adapter) for one in settings)])
         seconds = time.perf_counter() - since
         evaluation = json.loads((Path(folder) / "run" / "evaluation.json").read_text(encoding="utf-8"))
+        evaluation["curve"] = curve(Path(folder) / "run")
     print(f"{name}, seed {seed}:", evaluation["before"]["accuracy"], evaluation["after"]["accuracy"], file=sys.stderr)
-    return {"run": name, "seed": seed, "overrides": settings, "seconds": round(seconds, 1), **evaluation}
+    tokens = evaluation["curve"][-1][0]
+    line = {"run": name, "seed": seed, "overrides": settings, "seconds": round(seconds, 1), "tokens": tokens}
+    return {**line, **evaluation}
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    """Tokens sampled and accuracy at every evaluation of a run."""
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+
+    sampled = [0, *accumulate(int(line["rollout/tokens"]) for line in lines("metrics.jsonl"))]
+    known = {"before training": 0, "after training": len(sampled) - 1}
+    evaluations = [event for event in lines("events.jsonl") if event["event"] == "evaluation"]
+    steps = [known[when] if (when := event["when"]) in known else int(when.split()[-1]) for event in evaluations]
+    return [(sampled[step], event["accuracy"]) for step, event in zip(steps, evaluations, strict=True)]
 
 
 def train(arguments: argparse.Namespace, folder: Path, settings: list[str]) -> None:
