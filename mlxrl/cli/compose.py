@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlxrl import config
 from mlxrl.config import Config
 from mlxrl.data import read_tasks
-from mlxrl.types import Group, Sampling, Task
+from mlxrl.types import Algorithm, Group, Sampling, Task
 
 RENDERED = 1000
 """Rows that are put through the chat template before training, so that a bad one does not end it half way."""
@@ -59,7 +59,7 @@ def policy(settings: Config, rows: Sequence[Task], *, trained: bool, adapter: st
 
     lora = adapters(settings) if trained else None
     loaded = load(settings.model.id, lora=lora, dtype=settings.model.dtype, adapter=adapter, seed=settings.seed)
-    for row in rows[:RENDERED]:
+    for row in rows[:RENDERED] if settings.environment.factory is None else ():
         render(loaded.tokenizer, row, thinking=settings.data.thinking)
     return loaded
 
@@ -96,6 +96,7 @@ def judge(settings: Config, policy: Policy, heldout: Sequence[Task]) -> Callable
         max_rows=settings.rollout.max_rows,
         thinking=settings.data.thinking,
         seed=settings.seed,
+        **episodes(settings),
     )
 
 
@@ -145,6 +146,20 @@ def teacher(settings: Config, policy: Policy) -> Teacher | None:
     return teacher_of(policy, config.algorithm(settings), found, judge.hint, settings.data.thinking)
 
 
+def algorithm(settings: Config, policy: Policy) -> Algorithm:
+    """What is learned by: the algorithm and, where it is asked for, the prediction of what the environment answers.
+
+    The tokenizer's special tokens, with which a template sets an answer off, are not predicted.
+    """
+    from mlxrl.algo.echo import with_echo
+
+    built, echo = config.algorithm(settings), settings.echo
+    if not echo.weight:
+        return built
+    marks = policy.tokenizer.all_special_ids
+    return with_echo(built, echo.weight, steps=settings.steps if echo.taper else None, skip=marks)
+
+
 def steps(
     settings: Config, policy: Policy, rows: Sequence[Task], optimizer: optim.Optimizer, teacher: Teacher | None = None
 ) -> Iterator[Step]:
@@ -155,7 +170,7 @@ def steps(
     return train(
         policy,
         rows,
-        config.algorithm(settings),
+        algorithm(settings, policy),
         reward=config.reward_functions(settings) or None,
         steps=settings.steps,
         tasks_per_step=rollout.tasks_per_step,
@@ -170,30 +185,45 @@ def steps(
         max_rows=rollout.max_rows,
         thinking=settings.data.thinking,
         tokens_per_pass=settings.train.tokens_per_pass,
+        max_tokens_per_row=settings.train.max_tokens_per_row,
         recompute=settings.train.recompute,
         updates_per_rollout=settings.train.updates_per_rollout,
         minibatches=settings.train.minibatches,
         max_grad_norm=settings.optimizer.max_grad_norm,
+        **episodes(settings),
     )
+
+
+def episodes(settings: Config) -> dict[str, Any]:
+    """What is said of environments and their episodes, nothing where there are none."""
+    made, world = config.environment(settings), settings.environment
+    if made is None:
+        return {}
+    return {
+        "environment": made, "max_turns": world.max_turns, "max_episode_tokens": world.max_episode_tokens,
+        "timeout": world.timeout, "invalid_penalty": world.invalid_penalty,
+    }  # fmt: skip
 
 
 def outlined(settings: Config, training: Sequence[Task], heldout: Sequence[Task]) -> list[tuple[str, str]]:
     """What a run is and does, as labelled lines for people."""
     rollout, train = settings.rollout, settings.train
-    algorithm = config.algorithm(settings)
-    arguments = ", ".join(f"{name}={value!r}" for name, value in algorithm.arguments.items() if value is not None)
+    named = config.algorithm(settings)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in named.arguments.items() if value is not None)
     held = f"; held out {len(heldout):,} of {near(settings.data.evaluation)}" if settings.data.evaluation else ""
     rows = rollout.tasks_per_step * rollout.group_size
     return [
         ("model", f"{near(settings.model.id)}{f' ({settings.model.dtype})' if settings.model.dtype else ''}"),
         ("data", f"{len(training):,} rows of {near(settings.data.train)}{held}"),
+        *([("environment", _world(settings))] if settings.environment.factory else []),
         ("reward", ", ".join(near(spec) for spec in settings.reward.functions) or "none"),
-        ("algorithm", f"{algorithm.name}({arguments})"),
-        *([("teacher", _judge(settings))] if "teacher" in algorithm.needs else []),
+        ("algorithm", f"{named.name}({arguments})"),
+        *([("teacher", _judge(settings))] if "teacher" in named.needs else []),
+        *([("echo", _echo(settings))] if settings.echo.weight else []),
         (
             "a step",
             f"{rollout.tasks_per_step} prompts x {rollout.group_size} completions = {rows} rows of at most "
-            f"{rollout.max_tokens} tokens{_draws(rollout.max_draws)}, "
+            f"{rollout.max_tokens} tokens{_turns(settings)}{_draws(rollout.max_draws)}, "
             f"{_times(train.updates_per_rollout * train.minibatches, 'update')}",
         ),
         ("a run", f"{settings.steps} steps{_evaluations(settings, heldout)}, in {settings.run.folder}"),
@@ -205,6 +235,22 @@ def _judge(settings: Config) -> str:
     name = {None: "the model itself", "base": "the model without adapters"}.get(judge.id, near(judge.id or ""))
     adapter = f" with {near(judge.adapter)}" if judge.adapter else ""
     return f"{name}{adapter}{f', shown {judge.hint}' if judge.hint else ''}"
+
+
+def _echo(settings: Config) -> str:
+    taper = f", tapered over {settings.steps} steps" if settings.echo.taper else ""
+    return f"{settings.echo.weight:g} x the cross-entropy of what the environment answers{taper}"
+
+
+def _turns(settings: Config) -> str:
+    return " a turn" if settings.environment.factory else ""
+
+
+def _world(settings: Config) -> str:
+    world = settings.environment
+    arguments = ", ".join(f"{name}={value!r}" for name, value in world.arguments.items())
+    most = "" if world.max_episode_tokens is None else f", at most {world.max_episode_tokens} tokens an episode"
+    return f"{near(world.factory or '')}({arguments}), at most {_times(world.max_turns, 'turn')}{most}"
 
 
 def _draws(most: int) -> str:

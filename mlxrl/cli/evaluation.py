@@ -5,6 +5,8 @@ from __future__ import annotations
 from mlxrl.cli import compose
 from mlxrl.config import Config
 from mlxrl.rewards import RewardError
+from mlxrl.rollout.render import PromptError
+from mlxrl.rollout.worlds import EpisodeError
 
 
 def command(settings: Config, adapter: str | None) -> int:
@@ -15,7 +17,7 @@ def command(settings: Config, adapter: str | None) -> int:
     policy = compose.policy(settings, heldout, trained=False, adapter=adapter)
     try:
         found = compose.judge(settings, policy, heldout)().summary(settings.evaluation.success)
-    except RewardError:
+    except (RewardError, PromptError, EpisodeError):
         raise
     except ValueError as error:  # not the user's to put right, so its traceback is wanted
         raise RuntimeError("the evaluation failed") from error

@@ -1,4 +1,5 @@
-"""The commands and their exit codes: 0 done, 1 an unexpected error, 2 a fault of the user's, 130 asked to stop.
+"""The commands and their exit codes: 0 done, 1 an unexpected error or a plan that does not fit, 2 a fault of
+the user's, 130 asked to stop.
 
 What loads MLX or a model is imported where it is used, so that help and faults answer at once.
 """
@@ -6,6 +7,7 @@ What loads MLX or a model is imported where it is used, so that help and faults 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,27 +60,37 @@ def _run(arguments: argparse.Namespace) -> int:
         from mlxrl.cli import evaluation
 
         return evaluation.command(settings, arguments.adapter)
+    name, line = Path(arguments.config).stem, [arguments.config, *arguments.overrides]
+    if arguments.command == "plan":
+        from mlxrl.cli import plan
+
+        return plan.command(settings, name, memory=arguments.memory, fit=arguments.fit, as_json=arguments.json)
     from mlxrl.cli import training
 
-    name, line = Path(arguments.config).stem, [arguments.config, *arguments.overrides]
     return training.command(settings, name, line, dry_run=arguments.dry_run)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
-    commands = parser.add_subparsers(dest="command", metavar="train | eval", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="train | eval | plan", parser_class=Parser)
     train = _command(commands, "train", "train adapters as a config says")
     train.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
     evaluate = _command(commands, "eval", "evaluate on a config's held-out rows")
     evaluate.add_argument("--adapter", metavar="DIR", help="a saved adapter; without it the model as it is")
+    plan = _command(commands, "plan", "say what memory a config's run needs, and whether it fits; 1 where it does not")
+    plan.add_argument("--memory", metavar="GB", type=_gigabytes, help="memory there is; without it the machine's")
+    plan.add_argument(
+        "--fit", action="store_true", help="choose the size of a pass, recomputation and rows so that it fits"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
         parser.exit(0, _versions() + "\n")
     if strange := next((word for word in rest if word.startswith("-")), None):
         parser.error(f"unknown option {strange}")
     if arguments.command is None:
-        parser.error("wanted a command, train or eval")
+        parser.error("wanted a command, train, eval or plan")
     arguments.overrides += rest  # those that argparse leaves over when options stand between them
     return arguments
 
@@ -95,6 +107,16 @@ def _command(commands: Any, name: str, about: str) -> Parser:
     command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     return command
+
+
+def _gigabytes(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"wanted GB, a number above 0, got {word!r}")
+    return value
 
 
 def _versions() -> str:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrl import config
-from mlxrl.cli import compose
+from mlxrl.cli import compose, plan
 from mlxrl.cli.main import fault
 from mlxrl.config import Config
 from mlxrl.rewards import RewardError
 from mlxrl.rollout.render import PromptError
+from mlxrl.rollout.worlds import EpisodeError
 from mlxrl.runs import facts
 from mlxrl.runs.folder import RunFolder, create, free_folder, refuse_taken
 from mlxrl.runs.stop import Stop
@@ -39,16 +40,17 @@ def command(settings: Config, name: str, line: Sequence[str], *, dry_run: bool =
     refuse_taken(folder)
     settings = replace(settings, run=replace(settings.run, folder=str(folder)))
     training, heldout = compose.training_rows(settings), compose.heldout_rows(settings)
+    settings, chosen = plan.settled(settings, training)
     if dry_run:
-        return _dry_run(settings, training, heldout)
+        return _dry_run(settings, training, heldout, chosen)
     with Stop().listening() as stop:
         made = create(folder, config.text(settings))
-        run = Run(settings, training, heldout, made, stop, Console(settings.steps))
+        run = Run(settings, training, heldout, made, stop, Console(settings.steps), chosen=chosen)
         run.describe(line)
         return run.guarded()
 
 
-def _dry_run(settings: Config, training: Sequence[Task], heldout: Sequence[Task]) -> int:
+def _dry_run(settings: Config, training: Sequence[Task], heldout: Sequence[Task], chosen: str) -> int:
     """Print the resolved config and, as comments in it, what would be done."""
     from mlxrl.policy.load import outline
 
@@ -61,6 +63,8 @@ def _dry_run(settings: Config, training: Sequence[Task], heldout: Sequence[Task]
     for line in lines or ():
         shape = " x ".join(map(str, line.shape))
         print(f"# adapted: {line.key} ({line.layer} {shape}), {line.count} times, {line.parameters:,} parameters")
+    for found in plan.told(settings, training, chosen):
+        print(f"# memory: {found}")
     return 0
 
 
@@ -70,7 +74,7 @@ class Fault(Exception):
 
 @dataclass(slots=True)
 class Run:
-    """A run on its way; the policy and the evaluation come as it goes."""
+    """A run on its way; the policy and the evaluation come as it goes. chosen: how the size of a pass was."""
 
     settings: Config
     training: list[Task]
@@ -78,6 +82,7 @@ class Run:
     folder: RunFolder
     stop: Stop
     console: Console
+    chosen: str = ""
     policy: Policy | None = None
     teacher: Teacher | None = None
     evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -100,12 +105,13 @@ class Run:
         """Run, and leave the folder in the state it ended in. What was learned is saved, whatever ends it."""
         try:
             self.folder.enter("running")
-            return self._run(self._load())
+            with plan.limited(self.settings):
+                return self._run(self._load())
         except KeyboardInterrupt:
             self._keep()
             self.folder.enter("interrupted")
             return 130
-        except (Fault, RewardError, Diverged, PromptError) as error:
+        except (Fault, RewardError, Diverged, PromptError, EpisodeError) as error:
             self._failed(error)
             return fault(error)
         except Exception as error:  # noqa: BLE001  (the folder has to say that the run failed, whatever it was)
@@ -185,6 +191,7 @@ class Run:
         lora = self.settings.lora
         adapters = f"LoRA rank {lora.rank}, scale {lora.scale:g}: {policy.trainable_parameters:,} trainable parameters"
         pairs = compose.outlined(self.settings, self.training, self.heldout)
+        pairs += [("a pass", f"at most {self.chosen}")] if self.chosen else []
         self.console.header(f"mlxrl {facts.versions()['mlxrl']}", [pairs[0], ("adapters", adapters), *pairs[1:]])
         self.console.adapted(policy.adapted)
 

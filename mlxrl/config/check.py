@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import partial
 from typing import Any, Protocol, Unpack, cast, get_args, get_origin, get_type_hints
 
 from mlxrl import rewards, types
 from mlxrl.algo.probe import learns_alone, uses_rewards
 from mlxrl.algo.recipes import RECIPES
 from mlxrl.config.strict import ConfigError, Origin, convert
-from mlxrl.config.tables import Config, Evaluation, Reward, Rollout, Teacher
+from mlxrl.config.tables import Config, Environment, Evaluation, Reward, Rollout, Teacher
 from mlxrl.data import RESERVED, did_you_mean, read_tasks
+from mlxrl.rollout.worlds import Factory, accept
 
 TASKS_KEYWORDS = ("source", "prompt", "system", "limit")
 
@@ -20,6 +23,7 @@ def check(config: Config, origin: Origin) -> None:
     """Raise ConfigError for the first fault."""
     built = _check_algorithm(config, origin)
     _check_rollout(config, origin)
+    _check_environment(config, origin)
     _check_updates(config, origin)
     _check_optimizer(config, origin)
     _check_evaluation(config, origin)
@@ -27,6 +31,7 @@ def check(config: Config, origin: Origin) -> None:
     _check_rewards(config, origin, list(columns.values()))
     _check_use_of_rewards(config, origin, built)
     _check_teacher(config, origin, built, columns.get(config.data.train))
+    _check_echo(config, origin)
 
 
 class Recipe(types.Algorithm, Protocol):
@@ -45,6 +50,13 @@ def algorithm(config: Config) -> Recipe:
 def reward_functions(config: Config) -> list[rewards.Function]:
     """The reward functions that a config names."""
     return [rewards.resolve(spec) for spec in config.reward.functions]
+
+
+def environment(config: Config) -> Factory | None:
+    """What makes the environments that a config names, None where it names none."""
+    if config.environment.factory is None:
+        return None
+    return partial(rewards.find(config.environment.factory, what="environment"), **config.environment.arguments)
 
 
 def _check_algorithm(config: Config, origin: Origin) -> Recipe:
@@ -98,6 +110,24 @@ def _check_rollout(config: Config, origin: Origin) -> None:
         raise origin.error("rollout.penalty_context", "has no effect without a penalty")
     if rollout.max_draws > 1 and rollout.group_size == 1:
         raise origin.error("rollout.max_draws", "wanted 1, because a group of 1 attempt has no two different rewards")
+
+
+def _check_environment(config: Config, origin: Origin) -> None:
+    world = config.environment
+    if world.factory is None:
+        for name in (field.name for field in fields(Environment)):
+            if getattr(world, name) != getattr(Environment(), name):
+                raise origin.error(f"environment.{name}", "has no effect without environment.factory")
+        return
+    try:
+        found = rewards.find(world.factory, what="environment")
+        accept(found, world.arguments)
+    except ValueError as error:
+        raise origin.error("environment", _line(error).removeprefix("environment").lstrip(": ")) from None
+    if config.reward.overlong_buffer:
+        raise origin.error("reward.overlong_buffer", "wanted 0 with an environment, whose turns have a limit each")
+    if config.teacher.hint is not None:
+        raise origin.error("teacher.hint", "an environment says what is asked; leave the hint out")
 
 
 def _check_updates(config: Config, origin: Origin) -> None:
@@ -165,7 +195,8 @@ def _check_rewards(config: Config, origin: Origin, columns: list[list[str]]) -> 
 def _check_use_of_rewards(config: Config, origin: Origin, built: Recipe) -> None:
     reward, default = config.reward, Reward()
     used = uses_rewards(built)
-    if not reward.functions and (used or config.data.evaluation is not None):
+    scored = bool(reward.functions) or config.environment.factory is not None
+    if not scored and (used or config.data.evaluation is not None):
         why = f"{built.name} learns from rewards" if used else "data.evaluation is scored by them"
         raise origin.error("reward", f"wanted at least one function, got none; {why}")
     if not used:
@@ -200,6 +231,13 @@ def _check_teacher(config: Config, origin: Origin, built: Recipe, columns: list[
     if teacher.hint is not None and columns is not None and teacher.hint not in columns:
         hint = did_you_mean(teacher.hint, columns) or f"; there are {', '.join(columns)}"
         raise origin.error("teacher.hint", f"no column {teacher.hint!r} in {config.data.train}{hint}")
+
+
+def _check_echo(config: Config, origin: Origin) -> None:
+    if config.echo.taper and not config.echo.weight:
+        raise origin.error("echo.taper", "has no effect without echo.weight")
+    if config.echo.weight and config.environment.factory is None:
+        raise origin.error("echo.weight", "has no effect without environment.factory: nothing is answered")
 
 
 def _line(error: BaseException) -> str:

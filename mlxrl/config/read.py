@@ -106,9 +106,15 @@ def _located(config: Config, folder: Path, origin: Origin) -> Config:
         functions = tuple(rewards.located(spec, folder) for spec in config.reward.functions)
     except ValueError as error:
         raise origin.error("reward.functions", str(error).removeprefix("reward").lstrip(": ")) from None
+    world = config.environment
+    if world.factory is not None:
+        try:
+            world = replace(world, factory=rewards.located(world.factory, folder, "environment"))
+        except ValueError as error:
+            raise origin.error("environment.factory", str(error).removeprefix("environment").lstrip(": ")) from None
     model = replace(config.model, id=_model(config.model.id, folder, origin))
     reward, teacher = replace(config.reward, functions=functions), _teacher(config.teacher, folder, origin)
-    return replace(config, model=model, data=data, reward=reward, teacher=teacher)
+    return replace(config, model=model, data=data, reward=reward, environment=world, teacher=teacher)
 
 
 def _teacher(teacher: Teacher, folder: Path, origin: Origin) -> Teacher:

@@ -103,6 +103,23 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Environment:
+    """What answers the model, where a task takes several turns; see `types.Environment`.
+
+    factory: `module:Class` or `file.py:Class`, or a function that makes an environment; arguments: its keywords.
+    max_turns: actions of an episode. max_episode_tokens: what they may have together, besides rollout.max_tokens each.
+    timeout: seconds that a call may take. invalid_penalty: what a turn loses whose action was invalid.
+    """
+
+    factory: Text | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_turns: Count = 8
+    max_episode_tokens: Count | None = None
+    timeout: Annotated[float, Within(0, above=True)] = 60.0
+    invalid_penalty: Annotated[float, Within(0)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Teacher:
     """Who judges the samples, for an algorithm that learns from one.
 
@@ -126,16 +143,38 @@ class Algorithm:
 
 
 @dataclass(frozen=True, slots=True)
+class Echo:
+    """Predicting what an environment answers, beside the algorithm, as in `algo.with_echo`.
+
+    weight: of the loss; 0 is off. taper: the weight falls linearly to 0 over the run's steps.
+    """
+
+    weight: Annotated[float, Within(0)] = 0.0
+    taper: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Train:
-    """tokens_per_pass: tokens of one forward and backward pass, which bounds memory and changes nothing else.
+    """tokens_per_pass: tokens of one forward and backward pass, which bounds memory and changes nothing else; left out,
+    the largest that fits, see `mlxrl plan`. max_tokens_per_row: where a row is cut for training, its prompt included.
     recompute: keep only the inputs of layers in a pass, which takes a third more time and far less memory.
     updates_per_rollout: times that a step goes through its groups. minibatches: optimizer steps each time, for which
     the groups are dealt into so many parts, anew every time."""
 
-    tokens_per_pass: Count = 2048
+    tokens_per_pass: Count | None = None
+    max_tokens_per_row: Count | None = None
     recompute: bool = False
     updates_per_rollout: Count = 1
     minibatches: Count = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """In GB, 1e9 bytes. cache_limit: of the buffers that MLX keeps for reuse; None for a quarter of the memory.
+    wired_limit: of what MLX may wire on Metal, where raising it has been seen to bring machines down; None is off."""
+
+    cache_limit: Annotated[float, Within(0)] | None = None
+    wired_limit: Annotated[float, Within(0, above=True)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +230,12 @@ class Config:
     data: Data
     reward: Reward = field(default_factory=Reward)
     rollout: Rollout = field(default_factory=Rollout)
+    environment: Environment = field(default_factory=Environment)
     algorithm: Algorithm = field(default_factory=Algorithm)
     teacher: Teacher = field(default_factory=Teacher)
+    echo: Echo = field(default_factory=Echo)
     train: Train = field(default_factory=Train)
+    memory: Memory = field(default_factory=Memory)
     optimizer: Optimizer = field(default_factory=Optimizer)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)

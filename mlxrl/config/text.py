@@ -24,8 +24,13 @@ def resolved(config: Config) -> dict[str, Any]:
     plain["algorithm"] = _plain({**named, **arguments})
     if config.data.evaluation is None:
         del plain["evaluation"]
-    if not plain["teacher"]:
-        del plain["teacher"]
+    if config.environment.factory is None:
+        del plain["environment"]
+    for table in ("teacher", "memory"):
+        if not plain[table]:
+            del plain[table]
+    if not config.echo.weight:
+        del plain["echo"]
     if not config.reward.overlong_buffer:
         del plain["reward"]["overlong_factor"]
     return plain
