@@ -155,7 +155,8 @@ def test_every_setting_arrives(folder, monkeypatch):
         "lora.keys": '["self_attn.q_proj"]', "data.thinking": "true", "reward.weights": "[0.5]",
         "rollout.tasks_per_step": 3, "rollout.group_size": 6, "rollout.max_tokens": 9, "rollout.temperature": 0.75,
         "rollout.top_p": 0.875, "rollout.top_k": 11, "rollout.min_p": 0.125, "rollout.max_rows": 13,
-        "train.tokens_per_pass": 99, "train.updates_per_rollout": 2, "optimizer.name": '"lion"',
+        "train.tokens_per_pass": 99, "train.max_tokens_per_row": 77, "train.updates_per_rollout": 2,
+        "optimizer.name": '"lion"',
         "optimizer.learning_rate": 0.5, "optimizer.schedule": '"cosine"', "optimizer.warmup_steps": 4,
         "optimizer.weight_decay": 0.0625, "optimizer.betas": "[0.5, 0.25]", "optimizer.max_grad_norm": 17,
         "evaluation.temperature": 0.375, "evaluation.success": 0.6, "algorithm.kl": 0.03, "algorithm.name": "opd",
@@ -181,6 +182,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert seen["train"] == {
         "steps": 7, "tasks_per_step": 3, "group_size": 6, "sampling": sampling, "optimizer": None, "seed": 5,
         "weights": (0.5,), "max_rows": 13, "thinking": True, "tokens_per_pass": 99, "updates_per_rollout": 2,
+        "max_tokens_per_row": 77,
         "max_grad_norm": 17.0, "max_draws": 4, "minibatches": 3, "recompute": True,
     }  # fmt: skip
     # Past 9 - 5 tokens each costs 2 / 5, at most 1: 2 - 1 and 1 - 0. Then half the mean of 1, times 8/8 and 4/8.
@@ -410,10 +412,10 @@ def test_ctrl_c_from_outside(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "mlxrl: wanted a command, train or eval; see mlxrl --help\n"),
+        ([], "mlxrl: wanted a command, train, eval or plan; see mlxrl --help\n"),
         (["train"], "mlxrl train: the following arguments are required: --config; see mlxrl train --help\n"),
         (["train", "--config", "a.toml", "--dry"], "mlxrl: unknown option --dry; see mlxrl --help\n"),
-        (["trian"], "mlxrl: argument train | eval: invalid choice: 'trian' (choose from"),
+        (["trian"], "mlxrl: argument train | eval | plan: invalid choice: 'trian' (choose from"),
     ],
 )
 def test_a_command_line_that_is_none(capsys, arguments, message):

@@ -122,6 +122,21 @@ def read(path: Path, dtype: mx.Dtype | None = mx.float32) -> tuple[nn.Module, To
     return model.eval(), tokenizer, config
 
 
+def sizes(path: Path, dtype: int | None, rest: int) -> tuple[dict[str, Any], int]:
+    """The mlx-lm configuration of a file, and the bytes of its weights once they are read, without reading them.
+
+    Args:
+        dtype: bytes of a number that all are dequantised to, None where they stay packed; rest: those of the others.
+    """
+    metadata, tensors = header(path)
+    total = 0
+    for tensor in tensors.values():
+        count = math.prod(tensor.shape)
+        packed = tensor.type in BITS and dtype is None
+        total += count * BITS[tensor.type] // 8 + 2 * rest * count // 32 if packed else count * (dtype or rest)
+    return _config(metadata, tensors), total
+
+
 def save_folder(model: nn.Module, tokenizer: TokenizerWrapper, config: Mapping[str, Any], folder: Path) -> None:
     """Write what `read` returned as an mlx-lm model folder, for mlx_lm.load, generate and fuse.
 

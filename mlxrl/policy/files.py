@@ -1,0 +1,101 @@
+"""What a model's files say of its size, none of its weights read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxrl.policy.shapes import Model, Uncovered, model_of
+
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "U8": 1, "I8": 1, "I64": 8, "BOOL": 1}
+FLOATS = ("F64", "F32", "F16", "BF16")
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ASIDE = ("vision", "visual", "model.visual", "mtp", "model.vision")  # tensors that mlx-lm leaves out
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A model's sizes; size: bytes of an activation; weights: bytes in memory; loading: more of them while it loads.
+
+    measured: whether the weights were counted in the files' headers; else they are computed from the config.
+    """
+
+    model: Model
+    size: int
+    weights: int
+    loading: int
+    measured: bool
+    folder: Path | None = None
+
+
+def files_of(id: str, dtype: str | None, gpu: bool = False) -> Files:
+    """The sizes of a model folder, of a Hugging Face id that was fetched before, or of a .gguf file.
+
+    Raises:
+        Uncovered: its files are not on this machine, or the model is not covered.
+    """
+    path = Path(id).expanduser()
+    if id.endswith(".gguf"):
+        return _gguf(path, dtype, gpu)
+    folder = path if path.is_dir() else _fetched(id)
+    if folder is None or not (folder / "config.json").is_file():
+        raise Uncovered(f"{id}, which has no config.json on this machine yet")
+    config = _json(folder / "config.json")
+    model = model_of(config)
+    tensors = [tensor for file in sorted(folder.glob("*.safetensors")) for tensor in _tensors(file)]
+    if not tensors:
+        size = DTYPES.get(dtype or str(config.get("torch_dtype") or config.get("dtype")), 2)
+        return Files(model, size, model.weights(size), 0, False, folder)
+    stored = {kind: sum(count for kind_, count in tensors if kind_ == kind) for kind in FLOATS}
+    size = DTYPES[dtype] if dtype else SIZES[max(stored, key=lambda kind: stored[kind])]
+    changed = sum(count * (size if kind in FLOATS and dtype else SIZES.get(kind, 4)) for kind, count in tensors)
+    before = sum(count * SIZES.get(kind, 4) for kind, count in tensors)
+    return Files(model, size, changed, before if changed != before else 0, True, folder)
+
+
+def _gguf(path: Path, dtype: str | None, gpu: bool) -> Files:
+    from mlxrl.policy import gguf
+
+    rest = 2 if gpu else 4
+    config, weights = gguf.sizes(path, None if dtype is None else DTYPES[dtype], rest)
+    return Files(model_of(config), DTYPES[dtype] if dtype else rest, weights, path.stat().st_size, True)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: wanted a model's config in JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: wanted a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, int]]:
+    """The type and count of every tensor of a file that a language model uses."""
+    with path.open("rb") as file:
+        first = file.read(8)
+        size = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+        try:
+            header = json.loads(file.read(size)) if 0 < size <= path.stat().st_size else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: not a safetensors file; fetch the model again")
+    for name, tensor in header.items():
+        if name != "__metadata__" and not name.startswith(ASIDE):
+            yield tensor["dtype"], math.prod(tensor["shape"])
+
+
+def _fetched(id: str) -> Path | None:
+    """The newest snapshot of a Hugging Face id in the cache, None where there is none."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{id.replace('/', '--')}" / "snapshots"
+    found = sorted(cache.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    return found[-1].parent if found else None
