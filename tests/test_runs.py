@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxrl.runs import facts
+from mlxrl.runs import folder as folder_module
 from mlxrl.runs.folder import create, free_folder, refuse_taken
 from mlxrl.runs.lines import append_line, read_lines
 from mlxrl.runs.stop import Stop
@@ -141,3 +142,23 @@ def test_the_first_signal_is_a_wish_and_the_second_an_end():
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path, monkeypatch):
+    """Both have looked before either has written."""
+    looked = []
+    monkeypatch.setattr(folder_module, "refuse_taken", lambda path: looked.append(path) or len(looked) < 3 or taken())
+
+    def taken():
+        raise ValueError("not empty")
+
+    create(tmp_path / "run", "seed = 0\n")
+    with pytest.raises(ValueError, match="not empty"):
+        create(tmp_path / "run", "seed = 1\n")
+    assert (tmp_path / "run" / "config.toml").read_text() == "seed = 0\n"
+
+
+def test_a_folder_that_cannot_be_written_is_a_fault_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"run\.folder: .* cannot be written: Not a directory; choose another one"):
+        create(tmp_path / "file" / "run", "")

@@ -85,11 +85,17 @@ def create(path: str | Path, config: str) -> RunFolder:
     """Make a run's folder, with the resolved config in it.
 
     Raises:
-        ValueError: there is something in it already.
+        ValueError: there is something in it already, or it cannot be written.
     """
     folder = RunFolder(Path(path))
     refuse_taken(path)
-    folder.path.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        (folder.path / "config.toml").touch(exist_ok=False)  # of two runs that begin at once, one has it
+    except FileExistsError:
+        refuse_taken(path)
+    except OSError as error:
+        raise ValueError(f"run.folder: {folder.path} cannot be written: {error.strerror}; choose another one") from None
     write_text(folder.path / "config.toml", config)
     folder.enter("configured")
     return folder
