@@ -20,7 +20,7 @@ from mlxrl.policy.recompute import bound, dropout_key
 
 Values: TypeAlias = Callable[[mx.array, mx.array], tuple[mx.array, ...]]
 
-CHUNK = 3 * 2**23  # logits made at a time: 96 MiB of float32
+CHUNK = 2**25  # logits made at a time: 128 MiB of float32
 IN_FLIGHT = 100  # operations that MLX's CPU stream takes in, and allocates for, before the first of them has run
 
 _engaged = 0
@@ -207,6 +207,8 @@ def _with_slopes(logits: Callable[..., mx.array], rows: int) -> Callable[..., tu
     def chunk(hidden: mx.array, ids: mx.array) -> tuple[mx.array, ...]:
         z = logits(hidden)
         chosen, p = _chosen(z, ids)
+        if z.size >= CHUNK // 64:  # the logits are gone by then, and the next line writes over p
+            (p,) = mx.depends([p], [_reached((chosen,))])
         missed = p.at[mx.arange(len(z)), ids[:, 0]].add(-1)
         (slope,) = mx.vjp(logits, [hidden], [missed])[1]
         (chosen,) = mx.depends([chosen], [slope])  # together, or the logits would wait for the backward pass

@@ -20,10 +20,7 @@ from mlxrl.policy.shapes import Attention, Dense, Experts, GatedDelta, Layer, Li
 AHEAD = 100  # dispatches that MLX's CPU stream takes in before the first has run; an operation is two of them
 METAL = 10 * 50 * 2**20  # bytes in flight on a GPU: ten command buffers of 50 MiB
 FLOAT = 4
-HEAD_ARRAYS, ENTROPY_ARRAYS = (
-    3,
-    6,
-)  # as large as a chunk of logits: they, their softmax, its gradient; with entropy, twice
+HEAD_ARRAYS, ENTROPY_ARRAYS = 2, 6  # as large as a chunk of logits: they and their softmax; with entropy, thrice
 FORWARD, BACKWARD = (6, 6.5, 3.5), (17.5, 8.5, 11)
 """Arrays that a segment of the gated delta rule holds, for every head: as wide as a key, as a value, and as a chunk is
 long. As measured on the rule alone."""
