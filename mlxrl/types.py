@@ -144,7 +144,7 @@ class Trajectory:
     environment's part is the sum over its turns, under the name "environment", with weight 1.
     stop: "eos" or "length" as the last action ended; "done" where the environment ended the episode, "turns" where
     that was the last turn it may have; "error" where the model's logits were not finite, or the environment failed.
-    error: how the environment failed, in one line.
+    error: how the environment failed, in one line; close_error: how closing it did.
     """
 
     task: Task
@@ -155,6 +155,7 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
+    close_error: str = ""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -302,7 +303,8 @@ class Environment(Protocol):
     `tools`, schemas of functions that the chat template tells the model of,
     `special_tokens = True`, with which a reply has them written out, and `close()`, which is called once its episode
     has ended, however it ended. Its methods run in threads of a pool, one call at a time. A factory that is an object
-    may have `prepare(tokenizer)`, which a rollout calls before its episodes.
+    may have `prepare(tokenizer)`, which a rollout calls before its episodes, and `earns = False`, where its
+    environments give no rewards. The task is a copy of the environment's own.
     """
 
     def reset(self, task: Task) -> str | Sequence[Message]:

@@ -610,6 +610,8 @@ def test_keep_varied() -> None:
         ("grpo", {"clip": (-1.0, 0.2)}, "grpo: clip: wanted distances from 1, the lower between 0 and 1"),
         ("grpo", {"eps": -1e-6}, "grpo: eps: wanted at least 0, got -1e-06"),
         ("grpo", {"dual_clip": 0.5}, "grpo: dual_clip: wanted more than 1, or none, got 0.5"),
+        ("grpo", {"kl": -0.1}, "grpo: kl: wanted at least 0, got -0.1"),
+        ("rloo", {"entropy": -0.1}, "rloo: entropy: wanted at least 0, got -0.1"),
         ("grpo", {"kl": math.nan}, "grpo: kl: wanted a finite number, got nan"),
         ("grpo", {"log_ratio_clamp": (2.0, -2.0)}, "grpo: log_ratio_clamp: wanted a lower bound below the upper one"),
         ("gigpo", {"gamma": 1.5}, "gigpo: gamma: wanted between 0 and 1, got 1.5"),

@@ -150,6 +150,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     monkeypatch.setattr(import_module("mlxrl.train.loop"), "train", spy("train", iter(())))
     monkeypatch.setattr(import_module("mlxrl.train.optimizer"), "optimizer", spy("optimizer", None))
     monkeypatch.setattr(import_module("mlxrl.rollout.render"), "render", spy("render", None))
+    monkeypatch.setattr(import_module("mlxrl.rollout.episodes"), "rules_of", spy("rules", None))  # it does not think
     settings = {
         "seed": 5, "steps": 7, "model.dtype": '"float16"', "lora.rank": 3, "lora.scale": 1.5, "lora.dropout": 0.25,
         "lora.keys": '["self_attn.q_proj"]', "data.thinking": "true", "reward.weights": "[0.5]",
@@ -201,6 +202,7 @@ def test_every_setting_arrives(folder, monkeypatch):
         "seed": 5,
     }  # fmt: skip
     assert seen["render"]["thinking"] is True
+    assert seen["rules"] == {0: policy.tokenizer, 1: sampling}
     assert json.loads((folder / "out/run/evaluation.json").read_text())["after"]["accuracy"] == 0.6
 
 
@@ -440,7 +442,58 @@ def test_eval_wants_rows(folder, capsys):
     config = CONFIG.replace(f'evaluation = "{EXAMPLE}/test.jsonl"\n', "").replace("[evaluation]\nrows = 8\n", "")
     (folder / "run.toml").write_text(config)
     assert main(["eval", "--config", "run.toml"]) == 2
-    assert "missing key 'evaluation'" in capsys.readouterr().err
+    assert "mlxrl: run.toml: data: missing key 'evaluation'" in capsys.readouterr().err
+
+
+def test_a_thinking_budget_for_a_model_that_does_not_think_is_the_users_fault(folder, capsys):
+    assert train(folder, "rollout.thinking_budget=5") == 2
+    assert main(["eval", "--config", "run.toml", "rollout.thinking_budget=5"]) == 2
+    line = "mlxrl: sampling: thinking_budget: the tokenizer has no tokens that begin and end thinking; leave it out\n"
+    assert capsys.readouterr().err == 2 * line
+
+
+def corrupt(model, name, text):
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    if isinstance(text, dict):
+        text = json.dumps(config | text)
+    (model / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+CORRUPT = {
+    "a model without end": ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers: wanted a whole number of"),
+    "a size as text": ("config.json", {"hidden_size": "64"}, "hidden_size: wanted a whole number of at least 1"),
+    "no vocabulary": ("config.json", {"vocab_size": 0}, "vocab_size: wanted a whole number of at least 1"),
+    "heads without width": ("config.json", {"num_attention_heads": 10**6}, "num_attention_heads: wanted a whole"),
+    "packed by a word": ("config.json", {"quantization": "4bit"}, "quantization: wanted a table, got '4bit'"),
+    "packed by nothing": ("config.json", {"quantization": {"bits": 4, "group_size": 0}}, "quantization.group_size: w"),
+    "a config cut short": ("config.json", '{"model_type": ', "config.json: wanted a model's config in JSON"),
+    "a config that is deep": ("config.json", "[" * 100_000, "config.json: wanted a model's config in JSON"),
+    "settings cut short": ("tokenizer_config.json", '{"a', "tokenizer_config.json: wanted a model's config in JSON"),
+    "settings as a list": ("tokenizer_config.json", "[1]", "tokenizer_config.json: wanted a JSON object, got list"),
+    "a tokenizer cut short": ("tokenizer.json", '{"version": "1.0"', "tokenizer.json: not a tokenizer: "),
+    "a template of bytes": ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja: wanted text in UTF-8"),
+    "weights of no shape": (
+        "model.safetensors", (60).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": 3}}'.ljust(60),
+        "model.safetensors: a: its shape cannot be read",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CORRUPT)
+def test_a_models_file_that_is_corrupt_is_one_line(folder, capsys, how):
+    """In a plan, a dry run and a run, whether the size of a pass is given or not."""
+    name, content, message = CORRUPT[how]
+    shutil.copytree(EXAMPLE, folder / "model")
+    (folder / "model/chat_template.jinja").unlink(missing_ok=True)
+    corrupt(folder / "model", name, content)
+    given = ["model.id=model", "train.tokens_per_pass=64"]
+    codes = [train(folder, *given[:1]), train(folder, *given), train(folder, *given, "--dry-run")]
+    codes.append(main(["plan", "--config", "run.toml", *given[:1]]))
+    assert codes == [2] * 4
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert all(f"/model/{name}" in line and message in line for line in lines), lines
+    assert all(line.endswith("fetch the model again") for line in lines), lines
 
 
 def test_eval_tells_a_fault_from_an_error(folder, capsys, monkeypatch):

@@ -134,6 +134,10 @@ REFUSED_FILES = {
     "[rollout]\npenalty_context = 5": "run.toml: rollout: penalty_context: has no effect without a penalty",
     "[rollout]\nstop_strings = ['']": "run.toml: rollout: stop_strings: wanted texts that are not empty, got ['']",
     "[rollout]\nmax_draws = 0": "run.toml: rollout: max_draws: wanted at least 1, got 0",
+    "[algorithm]\nkl = -0.1": "run.toml: algorithm: grpo: kl: wanted at least 0, got -0.1",
+    "[echo]\nweight = 0.1\n[environment]\nfactory = 'mlxrl.environments:Maze'\nmax_turns = 1": (
+        "run.toml: echo: weight: has no effect with environment.max_turns = 1: no answer is read"
+    ),
     "[teacher]\nid = 'base'": "run.toml: teacher: has no effect, because grpo does not learn from a teacher",
     "[lora": "run.toml: not TOML: ",
 }

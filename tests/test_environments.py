@@ -23,6 +23,13 @@ def game(secret: int, **settings: Any) -> GuessingGame:
     return made
 
 
+@pytest.mark.parametrize(("factory", "task"), [(GuessingGame, guessing_tasks(1)[0]), (Maze, maze_tasks(1)[0])])
+def test_messages_are_asked_as_they_are(factory: Any, task: Task) -> None:
+    """As with data.system."""
+    messages = ({"role": "system", "content": "play"}, {"role": "user", "content": task.prompt})
+    assert factory().reset(Task(messages, task.columns)) == messages
+
+
 def test_hints_leave_a_range() -> None:
     """11: 8 is too low and leaves 9-16; 12 leaves 9-11; the third guess earns 1 - 2/8."""
     made = game(11)

@@ -31,8 +31,9 @@ from mlxrl.rollout.episodes import Interrupted, rollout
 from mlxrl.rollout.pool import Pool
 from mlxrl.rollout.render import PromptError, render
 from mlxrl.rollout.turns import Chat, go_on, open_chat
-from mlxrl.rollout.worlds import EpisodeError
+from mlxrl.rollout.worlds import Copying, EpisodeError, fault_of
 from mlxrl.runs.lines import read_lines
+from mlxrl.show.row import row as shown
 from mlxrl.train.evaluate import evaluate
 from mlxrl.train.loop import Step, train
 from mlxrl.train.pack import minibatch, pack, rows_of, with_prompt
@@ -367,6 +368,9 @@ class Failing(Counting):
         return {
             "raise": lambda: 1 / 0, "hang": lambda: time.sleep(60), "exit": sys.exit, "text": lambda: "fine",
             "reward": lambda: replace(feedback, reward=math.nan), "state": lambda: replace(feedback, state=[]),
+            "large": lambda: replace(feedback, reward=1e308), "odd": lambda: replace(feedback, state=Odd()),
+            "done": lambda: replace(feedback, done=1), "invalid": lambda: replace(feedback, invalid="no"), "mute": mute,
+            "content": lambda: replace(feedback, observation=({"role": "user", "content": Mute()},)),
         }.get(self.task.prompt, lambda: feedback)()  # fmt: skip
 
     def close(self):
@@ -380,9 +384,32 @@ FAULTS = {
     "hang": "step: no answer in 0.3 s",
     "exit": "step: SystemExit",
     "text": "step: TypeError: wanted a Feedback, got str 'fine'",
-    "reward": "step: TypeError: wanted a finite number as reward, got float nan",
-    "state": "step: TypeError: unhashable type: 'list'",
+    "reward": "step: TypeError: wanted a number from -1e+30 to 1e+30 as reward, got float nan",
+    "large": "step: TypeError: wanted a number from -1e+30 to 1e+30 as reward, got float 1e+308",
+    "state": "step: TypeError: state: wanted a hashable value, such as a tuple, got list",
+    "odd": "step: RuntimeError: not comparable",
+    "done": "step: TypeError: done: wanted True or False, got int 1",
+    "invalid": "step: TypeError: invalid: wanted True or False, got str 'no'",
+    "mute": "step: Mute: its message cannot be shown",
+    "content": "step: KeyError",
 }
+
+
+class Odd:
+    def __hash__(self):
+        return 1
+
+    def __eq__(self, other):
+        raise RuntimeError("not comparable")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError
+
+
+def mute():
+    raise Mute
 
 
 def test_one_that_fails_ends_its_own_episode():
@@ -402,9 +429,9 @@ def test_one_that_fails_ends_its_own_episode():
     assert not Failing.closed.acquire(blocking=False)
     groups = score(groups)
     metrics = Step(0, {}, groups).metrics
-    assert metrics["episodes/errors"] == 16
-    assert metrics["episodes/error"] == FAULTS["reset"]
-    assert (metrics["stops/error"], metrics["reward/failed"]) == (16 / 18, 0)
+    assert metrics["episodes/errors"] == 28
+    assert (metrics["episodes/error"], metrics["episodes/close_errors"]) == (FAULTS["reset"], 0)
+    assert (metrics["stops/error"], metrics["reward/failed"]) == (28 / 30, 0)
     for recipe in (algo.rloo(), algo.grpo(), algo.gigpo()):
         assert {row for part in pack(groups, recipe) for row in part.rows} <= {0, 1}
 
@@ -420,6 +447,158 @@ def test_where_all_fail_it_is_said_in_a_line():
 
     with pytest.raises(EpisodeError, match="failed in each of 6 episodes: reset: OSError: no display"):
         play_all(a_policy(), broken)
+
+
+class Bare:
+    tools = ()
+
+    def reset(self, task):
+        return task.prompt
+
+    def step(self, reply):
+        return Feedback(done=True)
+
+
+class Unlocked(Bare):
+    @property
+    def close(self):
+        raise OSError("no door")
+
+
+class Offering(Bare):
+    tools = (object(),)
+
+
+@pytest.mark.parametrize(
+    ("factory", "error"),
+    [
+        (lambda: 5, "reset: TypeError: the factory gave an int; wanted an object with reset and step"),
+        (lambda: "m:Maze", "reset: TypeError: the factory gave a str; wanted an object with reset and step"),
+        (Unlocked, "reset: OSError: no door"),
+        (Offering, "reset: TypeError: tools: wanted schemas of functions, got object <object"),
+    ],
+)
+def test_what_is_no_environment_is_said_in_a_line(factory, error):
+    with pytest.raises(EpisodeError) as caught:
+        play_all(a_policy(), factory)
+    assert f"failed in each of 6 episodes: {error}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"environment": Counting()}, "rollout: environment: wanted a class or a function that makes an environment"),
+        ({"environment": "m:Maze"}, "got str 'm:Maze'"),
+        ({"environment": 5}, "got int 5"),
+        ({"environment": lambda size: Counting()}, "missing a required argument: 'size'; it takes size"),
+        ({"max_turn": 3}, "rollout: unknown argument 'max_turn'; did you mean 'max_turns'?"),
+        ({"colour": 3}, "rollout: unknown argument 'colour'"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_before_it_is(given, error):
+    with pytest.raises(ValueError) as caught:
+        play_all(a_policy(), **{"environment": Counting, **given})
+    assert error in str(caught.value)
+
+
+def test_a_misspelt_keyword_of_train_is_told_from_its_own():
+    with pytest.raises(ValueError, match="train: unknown argument 'tokens_per_pas'; did you mean 'tokens_per_pass'"):
+        next(train(a_policy(), TASKS, algo.grpo(), reward=len, steps=1, tokens_per_pas=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_turns", 2.5), ("max_turns", "3"), ("max_turns", None), ("max_episode_tokens", True), ("timeout", None),
+        ("timeout", "3"), ("timeout", 1e7), ("timeout", math.nan), ("invalid_penalty", 1e308), ("invalid_penalty", "1"),
+    ],
+)  # fmt: skip
+def test_bounds_of_a_wrong_type_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"^environment: {name}: wanted .*, got {value!r}$".replace("+", r"\+")):
+        play.Bounds(**{name: value})
+
+
+def test_attempts_share_neither_task_nor_arguments():
+    """Each finds 3 doors in its task, and 2 walls in its arguments; what is scored is the task that was given."""
+
+    found = []
+
+    class Taker(Bare):
+        def __init__(self, walls):
+            self.walls = walls
+
+        def reset(self, task):
+            found.append((len(task.columns["doors"]), len(self.walls), task.prompt[0]["content"]))
+            task.columns["doors"].pop()
+            task.columns["more"] = self.walls.pop()
+            task.prompt[0]["content"] = "?"
+            return task.prompt
+
+    task = Task(({"role": "user", "content": "go"},), {"doors": [1, 2, 3]})
+    walls = [1, 2]
+    (group,) = play_all(a_policy(), Copying(Taker, walls=walls), tasks=[task], group_size=3)
+    assert found == [(3, 2, "go")] * 3
+    assert all(one.task is task for one in group)
+    assert (task, walls) == (Task(({"role": "user", "content": "go"},), {"doors": [1, 2, 3]}), [1, 2])
+
+
+def test_what_fails_or_hangs_in_closing_is_told_and_not_waited_for_again(monkeypatch):
+    monkeypatch.setattr(play, "CLOSING", 0.6)
+    free = threading.Event()
+
+    class Stuck(Bare):
+        def close(self):
+            free.wait(30)
+
+    class Torn(Bare):
+        def close(self):
+            raise OSError("gone")
+
+    def seconds(factory):
+        begun = time.monotonic()
+        groups = play_all(p, factory, tasks=TASKS[:1])
+        return time.monotonic() - begun, Step(0, {}, groups).metrics
+
+    p = a_policy()
+    _, metrics = seconds(Bare)
+    assert metrics["episodes/close_errors"] == 0
+    _, metrics = seconds(Torn)
+    assert (metrics["episodes/close_errors"], metrics["episodes/close_error"]) == (2, "close: OSError: gone")
+    assert shown(metrics, 1, 1, []).warnings == ("2 environments could not be closed, the first: close: OSError: gone",)
+    first, metrics = seconds(Stuck)
+    assert metrics["episodes/close_error"] == "close: no answer in 0.6 s"
+    assert first > 0.6
+    second, metrics = seconds(Stuck)
+    assert metrics["episodes/close_error"] == "close: no answer in 0.2 s"
+    assert second < 0.6
+    free.set()
+    time.sleep(0.1)
+    monkeypatch.setattr(play, "CLOSING", 5.0)
+    assert seconds(Bare)[1]["episodes/close_errors"] == 0
+    assert not any(not call.done for call in play._hanging)
+
+
+def test_a_system_without_threads_fails_calls_and_not_the_run(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    pool = Pool(5.0, workers=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        call = pool.submit(lambda: 7)
+        assert pool.wait(grace=None) == [call]
+        assert fault_of(call, "reset", 5.0) == "reset: RuntimeError: can't start new thread"
+    assert (later := pool.submit(lambda: 8)) in pool.wait(grace=None)
+    assert (call.value, later.value) == (None, 8)
+    pool.close(1.0)
+
+
+def test_prompts_that_fill_the_context_are_told():
+    p = a_policy(max_position_embeddings=32)
+    (step,) = train(p, [Task("x" * 70)], algo.grpo(), steps=1, tasks_per_step=1, group_size=2, environment=Counting)
+    warnings = shown(step.metrics, 1, 1, []).warnings
+    assert "nothing was sampled: the prompt fills the context of 32 tokens" in warnings
 
 
 @pytest.mark.parametrize("lump", [0.1, 2.0])
@@ -623,6 +802,15 @@ class Sum:
         return Feedback(self.text, float(right), right or not self.left, self.left, last_number(reply) is None)
 
 
+class Other:
+    pass
+
+
+class Wanting(Sum):
+    def __init__(self, size, tries):
+        pass
+
+
 nothing = 3
 """
 
@@ -693,6 +881,11 @@ def test_environments_that_fail_are_shown_once_a_step(folder, capsys):
         ("arguments.text=raise", "environment: failed in each of 8 episodes: reset: KeyError: 'no table'"),
         ("max_turns=0", "environment: max_turns: wanted at least 1, got 0"),
         ("max_turn=3", "environment: unknown key 'max_turn'; did you mean 'max_turns'?"),
+        ("factory=worlds.py:Other", "command line: environment: arguments: got an unexpected keyword argument 'tries'"),
+        ("arguments.trys=2", "command line: environment: arguments: got an unexpected keyword argument 'trys'; did"),
+        ("factory=worlds.py:Wanting", "command line: environment: arguments: missing a required argument: 'size'"),
+        ("timeout=1e7", "environment: timeout: wanted more than 0 and at most 1000000, got"),
+        ("invalid_penalty=1e308", "environment: invalid_penalty: wanted at least 0 and at most 1e+30, got"),
     ],
 )
 def test_faults_of_an_environment_are_one_line(folder, capsys, setting, piece):

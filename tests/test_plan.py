@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from typing import Any
 
 import mlx.core as mx
@@ -208,7 +209,10 @@ def test_json_has_bytes_and_seconds(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "piece"),
     [
-        (["--memory", "none"], "wanted GB, a number above 0, got 'none'"),
+        (["--memory", "none"], "wanted GB, a number above 0 and at most 1e6, got 'none'"),
+        (["--memory", "1e300"], "wanted GB, a number above 0 and at most 1e6, got '1e300'"),
+        (["memory.cache_limit=1e300"], "cache_limit: wanted at least 0 and at most 1000000"),
+        (["memory.wired_limit=1e7"], "wired_limit: wanted more than 0 and at most 1000000"),
         (["train.tokens_per_pass=0"], "tokens_per_pass: wanted at least 1"),
         (["train.max_tokens_per_row=0"], "max_tokens_per_row: wanted at least 1"),
         (["memory.cache_limit=-1"], "cache_limit: wanted at least 0"),
@@ -272,6 +276,34 @@ def test_the_buffers_that_are_kept_have_a_limit(folder):
         assert mx.set_cache_limit(before) == 10**9
     finally:
         mx.set_cache_limit(before)
+
+
+def test_a_large_group_is_planned_as_fast_as_a_small_one():
+    begun = time.monotonic()
+    assert widest(20, 64, 10**6, 100, 2048) == (20, 31, 64)  # (2,048 - 20) / 64
+    assert time.monotonic() - begun < 0.1
+
+
+def test_rows_end_with_the_context(folder):
+    context = files_of(str(EXAMPLE), None).model.context
+    settings = read("run.toml", ["rollout.max_tokens=1000000"])
+    rows = read_tasks(settings.data.train, settings.data.prompt, {})
+    work = plan_of(settings, rows).work
+    assert work.completion == work.learned == context - work.prompt
+
+
+WORLD = ["environment.factory=mlxrl.environments:Maze", "environment.max_turns=3", "rollout.max_tokens=10"]
+
+
+def test_what_an_environment_answers_is_bounded_or_said_not_to_be_counted(folder, capsys):
+    """3 turns of 10 tokens are sampled; a row that is cut at 100 holds 100 at most, with the answers."""
+    assert plan(*WORLD) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(", without what the environment answers")
+    settings = read("run.toml", [*WORLD, "train.max_tokens_per_row=100"])
+    rows = read_tasks(settings.data.train, settings.data.prompt, {})
+    bounded, free = plan_of(settings, rows).work, plan_of(read("run.toml", WORLD), rows).work
+    assert (bounded.completion, bounded.learned) == (30, 100 - bounded.prompt)
+    assert (free.completion, free.learned) == (30, 30)
 
 
 def test_a_row_is_cut_in_training_and_in_the_plan(folder):

@@ -30,6 +30,11 @@ def attempt(answer, reward, prompt="585+445=?"):
     return Trajectory(Task(prompt), (Turn((1,), (2, 3), (0.0, 0.0), answer),), reward=reward)
 
 
+def test_tokens_that_are_cut_are_told():
+    shown = row({**METRICS, "policy/cut_tokens": 12.0}, 1, 2, [])
+    assert shown.warnings == ("12 sampled tokens lie behind train.max_tokens_per_row and were not trained on",)
+
+
 def step(index, **metrics):
     return SimpleNamespace(index=index, metrics={**METRICS, **metrics})
 

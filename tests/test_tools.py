@@ -20,6 +20,8 @@ from mlxrl.rollout.episodes import rollout
 from mlxrl.rollout.worlds import EpisodeError, prepare
 from mlxrl.tools import Parser, Tools, parser_of, tool_of
 from mlxrl.tools.calls import calls_in
+from mlxrl.train.evaluate import evaluate
+from mlxrl.train.loop import train
 from mlxrl.train.pack import pack
 from mlxrl.types import Sampling, Task
 
@@ -55,6 +57,26 @@ def breaks(why: str) -> str:
 def leaves() -> None:
     """Exit."""
     sys.exit("gone")
+
+
+def halves() -> str:
+    """Return half a character."""
+    return "a\ud800"
+
+
+def stops() -> None:
+    """Raise what ends a process."""
+    raise KeyboardInterrupt
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+def mutters() -> None:
+    """Raise what cannot be shown."""
+    raise Mute
 
 
 def sleeps() -> str:
@@ -139,7 +161,7 @@ async def later(a: int) -> None:
         (strange, r"tools: strange: a: wanted a type hint of str, .*, got set\[int\]"),
         (either, r"tools: either: a: wanted a type hint of str, .*, got int \| str"),
         (unknown_type, "tools: unknown_type: its type hints cannot be read: name 'Nowhere' is not defined"),
-        (later, "tools: later: wanted a plain function with a name"),
+        (later, r"tools: later: wanted a plain function with a name, got a coroutine function \(async def\)"),
         (lambda: 1, "wanted a plain function with a name"),
         (3, "tools: 3: wanted a plain function with a name, got int"),
     ],
@@ -155,8 +177,13 @@ def test_settings_that_mean_nothing_are_refused() -> None:
         Tools([])
     with pytest.raises(ValueError, match="wanted functions of different names, got add, add"):
         Tools([add, add])
-    with pytest.raises(ValueError, match="timeout: wanted more than 0 seconds"):
-        Tools([add], timeout=0)
+    for seconds in (0, "3", None, 1e9, float("nan")):
+        with pytest.raises(ValueError, match="timeout: wanted more than 0 seconds"):
+            Tools([add], timeout=seconds)
+    with pytest.raises(ValueError, match=r"wanted a list of functions, got a function; write Tools\(\[add\]\)"):
+        Tools(add)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"parser: wanted a name of mlx_lm.tool_parsers or a Parser, got 5"):
+        Tools([add], parser=5)  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -272,17 +299,23 @@ def test_calls_are_answered() -> None:
     ("reply", "content", "outcome", "invalid"),
     [
         ("<tool_call>add(2)</tool_call>", "error: the call cannot be read: Expecting value", "malformed", True),
-        (call("sub", a=2), "error: unknown function 'sub'; there are add, breaks, leaves, sleeps", "unknown", True),
+        (call("sub", a=2), "error: unknown function 'sub'; there are add, breaks, leaves, ", "unknown", True),
+        (call("\ud800"), "error: unknown function '\\ud800'; there are", "unknown", True),
         (call("add", a="x"), "error: add: a: wanted an integer, got 'x'", "arguments", True),
         (call("breaks", why="no disk"), "error: no disk", "raised", False),
         (call("leaves"), "error: gone", "raised", False),
+        (call("stops"), "error: KeyboardInterrupt", "raised", False),
+        (call("mutters"), "error: Mute", "raised", False),
+        (call("halves"), "a?", "answered", False),
+        (call("breaks", why="\ud800"), "error: ?", "raised", False),
         (call("sleeps"), "error: sleeps: no answer in 0.05 s", "late", False),
     ],
 )
 def test_faults_are_read_by_the_model(reply: str, content: str, outcome: str, invalid: bool) -> None:
-    tools = environment(add, breaks, leaves, sleeps, timeout=0.05)
+    tools = environment(add, breaks, leaves, sleeps, halves, stops, mutters, timeout=0.05)
     got = played(tools, reply)
     (message,) = got.observation
+    assert "\ud800" not in message["name"] + message["content"]
     assert message["content"].startswith(content)
     assert (got.invalid, got.done) == (invalid, False)
     assert tools.counts == {outcome: 1}
@@ -300,8 +333,9 @@ def test_a_model_without_a_format_or_a_template_without_tools_is_refused() -> No
         Tools([add]).prepare(plain)
     with pytest.raises(ValueError, match="the chat template of this model does not tell it of tools"):
         Tools([add], parser="json_tools").prepare(plain)
-    with pytest.raises(ValueError, match=r"wanted a module of mlx_lm\.tool_parsers, got 'jsn'"):
-        Tools([add], parser="jsn").prepare(plain)
+    for name in ("jsn", "__init__", "", "a b"):
+        with pytest.raises(ValueError, match=f"wanted a module of mlx_lm.tool_parsers, got '{name}'"):
+            Tools([add], parser=name).prepare(plain)
     with pytest.raises(ValueError, match=r"call prepare\(tokenizer\) first"):
         Tools([add])()
 
@@ -310,7 +344,14 @@ def test_a_factory_that_a_config_names_is_prepared(tmp_path: Any) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "2+3?", "answer": "5"}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "2+4?", "answer": "6"}\n')
     (tmp_path / "run.toml").write_text(MINIMAL)
-    settings = config.read(tmp_path / "run.toml", ["environment.factory=mlxrl.environments.calculator:calculator"])
+    named = "environment.factory=mlxrl.environments.calculator:calculator"
+    settings = config.read(tmp_path / "run.toml", [named])
+    with pytest.raises(config.ConfigError, match=r"grpo learns from rewards, and \S+:calculator gives none"):
+        config.read(tmp_path / "run.toml", [named, "reward.functions=[]"])
+    with pytest.raises(ValueError, match="grpo learns from rewards; wanted at least one function, got none"):
+        next(train(a_policy(), [Task("x")], algo.grpo(), steps=1, environment=Tools([add])))
+    with pytest.raises(ValueError, match="evaluate: reward: wanted at least one function, got none"):
+        evaluate(a_policy(), [Task("x")], environment=Tools([add]))
     made = config.environment(settings)
     assert made is not None
     with pytest.raises(EpisodeError, match="environment: tools: mlx-lm knows no tool calls of this model"):

@@ -8,6 +8,7 @@ from typing import Any
 
 _NOT_NEGATIVE = (
     "eps", "whiten_ddof", "whiten_eps", "whiten_floor", "omega", "kl_reward", "veto", "off_policy", "reward",
+    "kl", "entropy",
 )  # fmt: skip
 _SHARES = ("gamma", "kl_gamma", "teacher_gamma", "teacher_beta")
 _POSITIVE = ("length", "cap", "tau_pos", "tau_neg")

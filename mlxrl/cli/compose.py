@@ -52,13 +52,15 @@ def policy(settings: Config, rows: Sequence[Task], *, trained: bool, adapter: st
     """The model with fresh adapters to be trained, with saved ones, or as it is.
 
     Raises:
-        ValueError: it cannot be had, or its template does not take one of the first rows.
+        ValueError: it cannot be had, its template does not take one of the first rows, or it cannot be sampled so.
     """
     from mlxrl.policy.load import load
+    from mlxrl.rollout.episodes import rules_of
     from mlxrl.rollout.render import render
 
     lora = adapters(settings) if trained else None
     loaded = load(settings.model.id, lora=lora, dtype=settings.model.dtype, adapter=adapter, seed=settings.seed)
+    rules_of(loaded.tokenizer, sampling(settings))
     for row in rows[:RENDERED] if settings.environment.factory is None else ():
         render(loaded.tokenizer, row, thinking=settings.data.thinking)
     return loaded

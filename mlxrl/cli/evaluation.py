@@ -9,10 +9,10 @@ from mlxrl.rollout.render import PromptError
 from mlxrl.rollout.worlds import EpisodeError
 
 
-def command(settings: Config, adapter: str | None) -> int:
-    """Evaluate a model, with an adapter or as it is, and print what came out."""
+def command(settings: Config, file: str, adapter: str | None) -> int:
+    """Evaluate a model, with an adapter or as it is, and print what came out. file: the config's."""
     if settings.data.evaluation is None:
-        raise ValueError("data: missing key 'evaluation'; wanted the rows to evaluate on")
+        raise ValueError(f"{file}: data: missing key 'evaluation'; wanted the rows to evaluate on")
     heldout = compose.heldout_rows(settings)
     policy = compose.policy(settings, heldout, trained=False, adapter=adapter)
     try:

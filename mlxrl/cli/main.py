@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "eval":
         from mlxrl.cli import evaluation
 
-        return evaluation.command(settings, arguments.adapter)
+        return evaluation.command(settings, arguments.config, arguments.adapter)
     name, line = Path(arguments.config).stem, [arguments.config, *arguments.overrides]
     if arguments.command == "plan":
         from mlxrl.cli import plan
@@ -114,8 +114,8 @@ def _gigabytes(word: str) -> float:
         value = float(word)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"wanted GB, a number above 0, got {word!r}")
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"wanted GB, a number above 0 and at most 1e6, got {word!r}")
     return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,9 +16,9 @@ from typing import Any
 from mlxrl import config
 from mlxrl.cli import compose
 from mlxrl.config import Config
-from mlxrl.policy.files import Files, files_of
+from mlxrl.policy.files import Files, files_of, read_table, read_text
 from mlxrl.policy.memory import Part, Work, parts
-from mlxrl.policy.shapes import Uncovered
+from mlxrl.policy.shapes import AGAIN, Uncovered
 from mlxrl.runs.lines import read_lines
 from mlxrl.train.pack import TOKENS_PER_PASS, widest
 from mlxrl.types import Task
@@ -50,8 +51,8 @@ class Plan:
     def work(self) -> Work:
         """What a step does."""
         rollout, train, lora = self.settings.rollout, self.settings.train, self.settings.lora
-        length = self.completion
-        learned = length if train.max_tokens_per_row is None else min(length, train.max_tokens_per_row - self.prompt)
+        length, most = self.completion, train.max_tokens_per_row
+        learned = length if most is None else min(self.room if self.hears else length, most - self.prompt)
         tasks, group = rollout.tasks_per_step, rollout.group_size
         budget = train.tokens_per_pass or TOKENS_PER_PASS
         prefix, rows, tokens = widest(self.prompt, max(learned, 1), group, tasks, budget)
@@ -67,11 +68,21 @@ class Plan:
 
     @property
     def completion(self) -> int:
-        """Tokens of the longest row behind its prompt."""
+        """Tokens that the longest row samples behind its prompt, as many as the context leaves."""
         world, each = self.settings.environment, self.settings.rollout.max_tokens
-        if world.factory is None:
-            return each
-        return min(each * world.max_turns, world.max_episode_tokens or each * world.max_turns)
+        if not self.hears:
+            return max(1, min(each, self.room))
+        return max(1, min(each * world.max_turns, world.max_episode_tokens or each * world.max_turns, self.room))
+
+    @property
+    def room(self) -> int:
+        """Tokens that the context leaves behind the prompt, without end where it is not known."""
+        return (self.files.model.context or sys.maxsize) - self.prompt
+
+    @property
+    def hears(self) -> bool:
+        """Whether rows hold what an environment answers, too, of a length that nobody knows."""
+        return self.settings.environment.factory is not None
 
     @property
     def highest(self) -> Part:
@@ -129,7 +140,12 @@ def longest_prompt(settings: Config, rows: Sequence[Task], folder: Path | None) 
         from tokenizers import Tokenizer
 
         text, more = _templated(path.parent, longest)
-        return len(Tokenizer.from_file(str(path)).encode(text).ids) + more, f"{seen}, by the model's tokenizer"
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises bare ones
+            raise ValueError(f"{path}: not a tokenizer: {error}; {AGAIN}") from error
+        text = text.encode("utf-8", "replace").decode("utf-8")  # a run says what is wrong with halves of characters
+        return len(tokenizer.encode(text).ids) + more, f"{seen}, by the model's tokenizer"
     return len(longest) // CHARACTERS + 1 + TEMPLATE, f"{seen}, at {CHARACTERS} characters a token"
 
 
@@ -142,9 +158,9 @@ def _text(row: Task) -> str:
 def _templated(folder: Path, text: str) -> tuple[str, int]:
     """A text through the chat template; where that cannot be read, the text and the tokens it is taken to add."""
     path, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    source = path.read_text(encoding="utf-8") if path.is_file() else None
+    source = read_text(path) if path.is_file() else None
     if source is None and settings.is_file():
-        source = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        source = read_table(settings).get("chat_template")
     if not source:
         return text, 0
     try:
@@ -201,13 +217,20 @@ def _now(plan: Plan, name: str) -> tuple[str, Any]:
 
 
 def settled(settings: Config, rows: Sequence[Task]) -> tuple[Config, str]:
-    """The settings with train.tokens_per_pass chosen where it is left out, and how, in words ("" if it is given)."""
-    if settings.train.tokens_per_pass is not None:
-        return settings, ""
+    """The settings with train.tokens_per_pass chosen where it is left out, and how, in words ("" if it is given).
+
+    Raises:
+        ValueError: a file of the model is not what it should be.
+    """
+    given = settings.train.tokens_per_pass is not None
     try:
         plan = plan_of(settings, rows)
     except (Uncovered, OSError) as why:
+        if given:
+            return settings, ""
         return _with_pass(settings, TOKENS_PER_PASS), f"{TOKENS_PER_PASS:,}, as the plan does not cover {why}"
+    if given:
+        return settings, ""
     recompute = settings.train.recompute
     size = next((size for size in PASSES if _update_fits(plan, size, recompute)), LEAST)
     chosen = plan.with_(("train.tokens_per_pass", size))
@@ -326,8 +349,8 @@ def lines(plan: Plan, seconds: dict[str, float] | None = None) -> list[str]:
                  f"{plan.settings.train.tokens_per_pass or TOKENS_PER_PASS:,}")  # fmt: skip
     if plan.gpu:
         found.append(NOTE)
-    if plan.settings.environment.factory is not None:
-        found.append("what the environment answers is not counted")
+    if plan.hears and plan.settings.train.max_tokens_per_row is None:
+        found.append("what the environment answers is not counted; train.max_tokens_per_row would bound an update")
     if seconds:
         each = ", ".join(f"{name} {value:g} s" for name, value in seconds.items())
         found.append(f"seconds of a step, as the last run took: {sum(seconds.values()):.2f} s ({each})")
@@ -337,14 +360,15 @@ def lines(plan: Plan, seconds: dict[str, float] | None = None) -> list[str]:
 def sentence(plan: Plan) -> str:
     """Whether it fits and, if not, what would."""
     part, there = plan.highest, gigabytes(plan.memory)
+    deaf = ", without what the environment answers" if plan.hears else ""
     if plan.fits:
-        return f"fits in {gigabytes(part.peak)} of {there}"
+        return f"fits in {gigabytes(part.peak)} of {there}{deaf}"
     ways = [" ".join(f"{name}={toml(value)}" for name, value in one) for one in remedies(plan)]
     advice = (
         f"these settings would: {'; or '.join(ways[:3])}" if ways else "no setting of the plan would: a smaller or "
     )
     advice += "" if ways else "packed model, or more memory"
-    return f"does not fit, because {part.name} needs {gigabytes(part.peak)} of {there}; {advice}"
+    return f"does not fit, because {part.name} needs {gigabytes(part.peak)} of {there}{deaf}; {advice}"
 
 
 def terms(part: Part) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import partial
 from typing import Any, Protocol, Unpack, cast, get_args, get_origin, get_type_hints
 
 from mlxrl import rewards, types
@@ -14,7 +13,7 @@ from mlxrl.algo.recipes import RECIPES
 from mlxrl.config.strict import ConfigError, Origin, convert
 from mlxrl.config.tables import Config, Environment, Evaluation, Reward, Rollout, Teacher
 from mlxrl.data import RESERVED, did_you_mean, read_tasks
-from mlxrl.rollout.worlds import Factory, accept
+from mlxrl.rollout.worlds import Copying, Factory, accept, earns
 
 TASKS_KEYWORDS = ("source", "prompt", "system", "limit")
 
@@ -56,7 +55,7 @@ def environment(config: Config) -> Factory | None:
     """What makes the environments that a config names, None where it names none."""
     if config.environment.factory is None:
         return None
-    return partial(rewards.find(config.environment.factory, what="environment"), **config.environment.arguments)
+    return Copying(rewards.find(config.environment.factory, what="environment"), **config.environment.arguments)
 
 
 def _check_algorithm(config: Config, origin: Origin) -> Recipe:
@@ -121,9 +120,15 @@ def _check_environment(config: Config, origin: Origin) -> None:
         return
     try:
         found = rewards.find(world.factory, what="environment")
+    except ValueError as error:
+        message = _line(error).removeprefix("environment").lstrip(": ")
+        raise origin.error("environment", message, "environment.factory") from None
+    try:
         accept(found, world.arguments)
     except ValueError as error:
-        raise origin.error("environment", _line(error).removeprefix("environment").lstrip(": ")) from None
+        wrong = f"environment.arguments.{_first_named(world.arguments, _line(error).partition(';')[0])}"
+        blamed = wrong if wrong in origin.overridden else "environment.factory"
+        raise origin.error("environment", _line(error), blamed) from None
     if config.reward.overlong_buffer:
         raise origin.error("reward.overlong_buffer", "wanted 0 with an environment, whose turns have a limit each")
     if config.teacher.hint is not None:
@@ -195,9 +200,11 @@ def _check_rewards(config: Config, origin: Origin, columns: list[list[str]]) -> 
 def _check_use_of_rewards(config: Config, origin: Origin, built: Recipe) -> None:
     reward, default = config.reward, Reward()
     used = uses_rewards(built)
-    scored = bool(reward.functions) or config.environment.factory is not None
+    made = environment(config)
+    scored = bool(reward.functions) or earns(made)
     if not scored and (used or config.data.evaluation is not None):
         why = f"{built.name} learns from rewards" if used else "data.evaluation is scored by them"
+        why += f", and {config.environment.factory} gives none" if made else ""
         raise origin.error("reward", f"wanted at least one function, got none; {why}")
     if not used:
         for table, name in (("reward", "overlong_buffer"), ("reward", "length_penalty"), ("rollout", "max_draws")):
@@ -238,6 +245,8 @@ def _check_echo(config: Config, origin: Origin) -> None:
         raise origin.error("echo.taper", "has no effect without echo.weight")
     if config.echo.weight and config.environment.factory is None:
         raise origin.error("echo.weight", "has no effect without environment.factory: nothing is answered")
+    if config.echo.weight and config.environment.max_turns == 1:
+        raise origin.error("echo.weight", "has no effect with environment.max_turns = 1: no answer is read")
 
 
 def _line(error: BaseException) -> str:

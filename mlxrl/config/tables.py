@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from mlxrl.config.strict import Within
+from mlxrl.rollout.worlds import LARGEST, LONGEST
 
 Count: TypeAlias = Annotated[int, Within(1)]
 Natural: TypeAlias = Annotated[int, Within(0)]
@@ -115,8 +116,8 @@ class Environment:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     max_turns: Count = 8
     max_episode_tokens: Count | None = None
-    timeout: Annotated[float, Within(0, above=True)] = 60.0
-    invalid_penalty: Annotated[float, Within(0)] = 0.0
+    timeout: Annotated[float, Within(0, LONGEST, above=True)] = 60.0
+    invalid_penalty: Annotated[float, Within(0, LARGEST)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,8 @@ class Memory:
     """In GB, 1e9 bytes. cache_limit: of the buffers that MLX keeps for reuse; None for a quarter of the memory.
     wired_limit: of what MLX may wire on Metal, where raising it has been seen to bring machines down; None is off."""
 
-    cache_limit: Annotated[float, Within(0)] | None = None
-    wired_limit: Annotated[float, Within(0, above=True)] | None = None
+    cache_limit: Annotated[float, Within(0, 1e6)] | None = None
+    wired_limit: Annotated[float, Within(0, 1e6, above=True)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

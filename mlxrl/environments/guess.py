@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 
-from mlxrl.types import Feedback, Task
+from mlxrl.types import Feedback, Message, Task
 
 
 def guessing_tasks(count: int, seed: int = 0, *, low: int = 1, high: int = 16) -> list[Task]:
@@ -34,13 +35,13 @@ class GuessingGame:
             raise ValueError(f"guessing game: guesses: wanted at least 1, got {guesses}")
         self.guesses = guesses
 
-    def reset(self, task: Task) -> str:
+    def reset(self, task: Task) -> str | Sequence[Message]:
         """Begin; the task's columns are those of `guessing_tasks`."""
         self.low, self.high = int(task.columns["low"]), int(task.columns["high"])
         self.range = (self.low, self.high)
         self.secret = int(task.columns["secret"])
         self.taken = 0
-        return str(task.prompt)
+        return task.prompt
 
     def step(self, reply: str) -> Feedback:
         """Take a guess."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from mlxrl.types import Feedback, Task
+from mlxrl.types import Feedback, Message, Task
 
 Place = tuple[int, int]
 Doors = dict[Place, set[str]]
@@ -111,11 +111,11 @@ class Maze:
             raise ValueError(f"maze: cost: wanted at least 0 and less than 1, got {cost}")
         self.cost = cost
 
-    def reset(self, task: Task) -> str:
+    def reset(self, task: Task) -> str | Sequence[Message]:
         """Begin; the task's columns are those of `maze_tasks`."""
         self.doors: Mapping[str, str] = task.columns["doors"]
         self.place, self.goal = str(task.columns["start"]), str(task.columns["goal"])
-        return str(task.prompt)
+        return task.prompt
 
     def step(self, reply: str) -> Feedback:
         """Take a move."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxrl.policy.shapes import Model, Uncovered, model_of
+from mlxrl.policy.shapes import AGAIN, Model, Uncovered, model_of
 
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "U8": 1, "I8": 1, "I64": 8, "BOOL": 1}
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -39,6 +39,7 @@ def files_of(id: str, dtype: str | None, gpu: bool = False) -> Files:
 
     Raises:
         Uncovered: its files are not on this machine, or the model is not covered.
+        ValueError: a file is not what it should be.
     """
     path = Path(id).expanduser()
     if id.endswith(".gguf"):
@@ -46,8 +47,8 @@ def files_of(id: str, dtype: str | None, gpu: bool = False) -> Files:
     folder = path if path.is_dir() else _fetched(id)
     if folder is None or not (folder / "config.json").is_file():
         raise Uncovered(f"{id}, which has no config.json on this machine yet")
-    config = _json(folder / "config.json")
-    model = model_of(config)
+    config = read_table(folder / "config.json")
+    model = model_of(config, folder / "config.json")
     tensors = [tensor for file in sorted(folder.glob("*.safetensors")) for tensor in _tensors(file)]
     if not tensors:
         size = DTYPES.get(dtype or str(config.get("torch_dtype") or config.get("dtype")), 2)
@@ -64,17 +65,26 @@ def _gguf(path: Path, dtype: str | None, gpu: bool) -> Files:
 
     rest = 2 if gpu else 4
     config, weights = gguf.sizes(path, None if dtype is None else DTYPES[dtype], rest)
-    return Files(model_of(config), DTYPES[dtype] if dtype else rest, weights, path.stat().st_size, True)
+    return Files(model_of(config, path), DTYPES[dtype] if dtype else rest, weights, path.stat().st_size, True)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
+    """A model's settings, of a file that holds an object in JSON; ValueError where it does not."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: wanted a model's config in JSON: {error}") from None
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: wanted a model's config in JSON: {error}; {AGAIN}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: wanted a JSON object, got {type(found).__name__}")
+        raise ValueError(f"{path}: wanted a JSON object, got {type(found).__name__}; {AGAIN}")
     return found
+
+
+def read_text(path: Path) -> str:
+    """A file of a model as text; ValueError where it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: wanted text in UTF-8: {error}; {AGAIN}") from None
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, int]]:
@@ -87,10 +97,13 @@ def _tensors(path: Path) -> Iterator[tuple[str, int]]:
         except ValueError:
             header = None
     if not isinstance(header, dict):
-        raise ValueError(f"{path}: not a safetensors file; fetch the model again")
+        raise ValueError(f"{path}: not a safetensors file; {AGAIN}")
     for name, tensor in header.items():
         if name != "__metadata__" and not name.startswith(ASIDE):
-            yield tensor["dtype"], math.prod(tensor["shape"])
+            try:
+                yield str(tensor["dtype"]), int(math.prod(tensor["shape"]))
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(f"{path}: {name}: its shape cannot be read; {AGAIN}") from None
 
 
 def _fetched(id: str) -> Path | None:

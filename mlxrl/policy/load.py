@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import mlx.nn as nn
 
 from mlxrl.policy import adapters
 from mlxrl.policy.adapters import Adapted, LoRA
+from mlxrl.policy.files import read_table
 from mlxrl.policy.head import Head, split
 from mlxrl.policy.prefix import shared
 
@@ -114,7 +114,7 @@ def _load_mlx_lm(id: str, path: Path) -> tuple[Any, Any]:
         raise ValueError(f"model: id: no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
     try:
         loaded = mlx_lm.load(str(path) if path.exists() else id)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except Exception as error:  # the files may hold anything, and what reads them raises anything
         reason = " ".join(str(error).split())
         raise ValueError(f"model: id: {id} could not be loaded: {reason[:300]}") from error
     return loaded[0], loaded[1]
@@ -127,9 +127,12 @@ def skeleton(id: str) -> nn.Module | None:
         return None
     from mlx_lm.utils import _get_classes  # pyright: ignore
 
-    config = json.loads(path.read_text(encoding="utf-8"))
-    model_class, arguments = _get_classes(config)
-    return model_class(arguments.from_dict(config))
+    config = read_table(path)
+    try:
+        model_class, arguments = _get_classes(config)
+        return model_class(arguments.from_dict(config))
+    except Exception as error:  # as above
+        raise ValueError(f"{path}: makes no model: {type(error).__name__}: {error}") from error
 
 
 def outline(id: str, lora: LoRA) -> list[Adapted] | None:

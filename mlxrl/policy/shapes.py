@@ -14,6 +14,18 @@ EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe")
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 COVERED = tuple(dict.fromkeys((*DENSE, *EXPERTS, *HYBRID)))
 QK_NORM = ("qwen3", "qwen3_moe", *HYBRID)
+AGAIN = "fetch the model again"
+LAYERS, LARGEST = 10_000, 10**9  # no model has more layers, or another size that is larger
+SIZES = (
+    "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "full_attention_interval",
+    "decoder_sparse_step", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+OPTIONAL = (
+    "head_dim", "num_key_value_heads", "max_position_embeddings", "intermediate_size", "num_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+)  # fmt: skip
+"""Sizes of a model, and those that may be 0 where it has no such part."""
 
 
 class Uncovered(ValueError):
@@ -201,24 +213,54 @@ class Model:
         return [linear for linear in every if linear.name in keys]
 
 
-def model_of(config: Mapping[str, Any]) -> Model:
-    """The sizes that a config.json names.
+def model_of(config: Mapping[str, Any], where: object = "config.json") -> Model:
+    """The sizes that a config.json names. where: the file's name.
 
     Raises:
         Uncovered: the kind of model, its feed-forward layers or its packing are not covered.
+        ValueError: a size is none that a model can have.
     """
     kind = str(config.get("model_type", ""))
     if kind not in COVERED:
         raise Uncovered(f"models of type {kind!r}; covered are {', '.join(COVERED)}")
-    text: Mapping[str, Any] = {**config, **config.get("text_config", {})}
+    told = {**config, **_table(config, "text_config", where)}
+    text = {name: value for name, value in told.items() if value is not None}
+    _refuse_sizes(text, where)
     try:
         layers = tuple(Layer(_mixer(kind, text, i), _inner(kind, text, i)) for i in range(text["num_hidden_layers"]))
-        bits, group = _packing(config)
+        bits, group = _packing(config, where)
         tied = bool(text.get("tie_word_embeddings", kind in ("llama", "smollm3")))
         context = text.get("max_position_embeddings")
         return Model(kind, text["hidden_size"], text["vocab_size"], layers, tied, bits, group, context)
     except KeyError as error:
         raise Uncovered(f"a config.json of type {kind!r} without {error.args[0]!r}") from None
+
+
+def _refuse_sizes(text: Mapping[str, Any], where: object) -> None:
+    """ValueError for what is there and is no size: a file that is cut short or was edited."""
+    for name in SIZES:
+        if name in text:
+            _refuse_count(text[name], name, where, LAYERS if name == "num_hidden_layers" else LARGEST)
+    for name in OPTIONAL:
+        if text.get(name):
+            _refuse_count(text[name], name, where)
+    if text.get("num_attention_heads", 0) > text.get("hidden_size", LARGEST):
+        _refuse_count(text["num_attention_heads"], "num_attention_heads", where, text["hidden_size"])
+    if not isinstance(text.get("mlp_only_layers") or (), list | tuple):
+        raise ValueError(f"{where}: mlp_only_layers: wanted a list, got {text['mlp_only_layers']!r}; {AGAIN}")
+
+
+def _refuse_count(value: Any, name: str, where: object, most: int = LARGEST) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        wanted = f"wanted a whole number of at least 1 and at most {most:,}"
+        raise ValueError(f"{where}: {name}: {wanted}, got {repr(value)[:60]}; {AGAIN}")
+
+
+def _table(config: Mapping[str, Any], name: str, where: object) -> Mapping[str, Any]:
+    value: Any = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: {name}: wanted a table, got {repr(value)[:60]}; {AGAIN}")
+    return value
 
 
 def _mixer(kind: str, text: Mapping[str, Any], index: int) -> Attention | GatedDelta:
@@ -237,17 +279,19 @@ def _mixer(kind: str, text: Mapping[str, Any], index: int) -> Attention | GatedD
 
 
 def _inner(kind: str, text: Mapping[str, Any], index: int) -> Dense | Experts:
-    sparse = kind in EXPERTS and text.get("num_experts", 0) > 0 and index not in text.get("mlp_only_layers", ())
+    sparse = kind in EXPERTS and text.get("num_experts") and index not in (text.get("mlp_only_layers") or ())
     if sparse and (index + 1) % text.get("decoder_sparse_step", 1) == 0:
-        shared = text.get("shared_expert_intermediate_size", 0) if kind in HYBRID else 0
+        shared = text.get("shared_expert_intermediate_size") or 0 if kind in HYBRID else 0
         return Experts(text["num_experts"], text["num_experts_per_tok"], text["moe_intermediate_size"], shared)
     return Dense(text["intermediate_size"])
 
 
-def _packing(config: Mapping[str, Any]) -> tuple[int, int]:
-    packed = config.get("quantization") or config.get("quantization_config")
+def _packing(config: Mapping[str, Any], where: object) -> tuple[int, int]:
+    packed = _table(config, "quantization", where) or _table(config, "quantization_config", where)
     if not packed:
         return 0, 64
     if "bits" not in packed or "group_size" not in packed or packed.get("mode", "affine") != "affine":
         raise Uncovered(f"weights packed as {packed.get('mode') or packed.get('quant_method')!r}")
-    return int(packed["bits"]), int(packed["group_size"])
+    for name in ("bits", "group_size"):
+        _refuse_count(packed[name], f"quantization.{name}", where, 1024)
+    return packed["bits"], packed["group_size"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, Unpack
 
 import mlx.core as mx
 
+from mlxrl.data import did_you_mean
 from mlxrl.policy.load import Policy
 from mlxrl.rollout.decode import Loop
 from mlxrl.rollout.play import Bounds, Limits, Play
@@ -17,7 +19,7 @@ from mlxrl.rollout.row import Request, Row
 from mlxrl.rollout.rules import Processor, Rules
 from mlxrl.rollout.sampling import fold, key_of
 from mlxrl.rollout.turns import turn_of
-from mlxrl.rollout.worlds import Factory, prepare
+from mlxrl.rollout.worlds import Factory, accept, prepare
 from mlxrl.types import Group, Sampling, Task, Trajectory
 
 
@@ -61,7 +63,7 @@ def rollout(
     """
     if group_size < 1:
         raise ValueError(f"rollout: group_size: wanted at least 1, got {group_size}")
-    refuse_limits(environment, limits)
+    refuse_limits(rollout, environment, limits)
     base = key_of(0, key) if isinstance(key, int) else key
     keys = row_keys(base, len(tasks), group_size)
     rules = rules_of(policy.tokenizer, sampling)
@@ -86,10 +88,19 @@ def rollout(
     return _groups(policy.tokenizer, tasks, loop.ordered, group_size, sampling)
 
 
-def refuse_limits(environment: Factory | None, limits: Limits) -> None:
-    """ValueError for limits of episodes where there are none."""
+def refuse_limits(function: Callable[..., Any], environment: Factory | None, limits: Limits) -> None:
+    """ValueError for keywords of a function that are none, limits without episodes, and what makes no environment."""
+    known = Limits.__annotations__
+    if strange := next((name for name in limits if name not in known), None):
+        hint = did_you_mean(strange, [*known, *inspect.signature(function).parameters])
+        raise ValueError(f"{function.__name__}: unknown argument {strange!r}{hint}")
     if environment is None and limits:
         raise ValueError(f"rollout: {next(iter(limits))} has no effect without an environment")
+    if environment is not None:
+        try:
+            accept(environment, {})
+        except ValueError as error:
+            raise ValueError(f"{function.__name__}: environment: {error}") from None
 
 
 def _played(play: Play) -> tuple[Group, ...]:
@@ -103,7 +114,9 @@ def _played(play: Play) -> tuple[Group, ...]:
 def rules_of(tokenizer: Any, sampling: Sampling) -> Rules:
     """How rows draw and end with a tokenizer: any of its eos ids is a stop."""
     if sampling.thinking_budget is not None and not tokenizer.has_thinking:
-        raise ValueError("sampling: thinking_budget: the tokenizer has no tokens that begin and end thinking")
+        raise ValueError(
+            "sampling: thinking_budget: the tokenizer has no tokens that begin and end thinking; leave it out"
+        )
     stops = tuple(sorted(tokenizer.eos_token_ids))
     if sampling.thinking_budget is None:
         return Rules(sampling, stops)

@@ -7,10 +7,10 @@ little more than one. So those that are there wait until nobody draws any more, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
 import mlx.core as mx
@@ -24,12 +24,15 @@ from mlxrl.rollout.row import Request, Row
 from mlxrl.rollout.rules import Processor, Rules
 from mlxrl.rollout.sampling import fold
 from mlxrl.rollout.turns import Chat, Opening, go_on, observed, open_chat, turn_of
-from mlxrl.rollout.worlds import EpisodeError, Factory, Observation, World, fault_of
+from mlxrl.rollout.worlds import LARGEST, LONGEST, EpisodeError, Factory, Observation, World, fault_of
 from mlxrl.types import Feedback, Group, Stop, Task, Trajectory, Turn
 
 LUMP = 0.25  # share of the rows that have answers at which these are gone on with while others draw
 CLOSING = 5.0  # seconds that environments are given to close at the end
+HURRIED = 0.2  # the same, while one of an earlier rollout still hangs
 EMPTY = Opening(Chat(), ())
+
+_hanging: list[Call] = []  # the last call of close that did not come back in time
 
 
 class Limits(TypedDict, total=False):
@@ -55,13 +58,26 @@ class Bounds:
     invalid_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in (("max_turns", self.max_turns), ("max_episode_tokens", self.max_episode_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"environment: {name}: wanted at least 1, got {value}")
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"environment: timeout: wanted more than 0 seconds, got {self.timeout}")
-        if not 0 <= self.invalid_penalty < math.inf:
-            raise ValueError(f"environment: invalid_penalty: wanted at least 0, got {self.invalid_penalty}")
+        _refuse("max_turns", _whole(self.max_turns), "a whole number of at least 1", self.max_turns)
+        most = self.max_episode_tokens
+        _refuse("max_episode_tokens", most is None or _whole(most), "a whole number of at least 1, or None", most)
+        right = _number(self.timeout) and 0 < self.timeout <= LONGEST
+        _refuse("timeout", right, f"more than 0 and at most {LONGEST:g} seconds", self.timeout)
+        right = _number(self.invalid_penalty) and 0 <= self.invalid_penalty <= LARGEST
+        _refuse("invalid_penalty", right, f"at least 0 and at most {LARGEST:g}", self.invalid_penalty)
+
+
+def _whole(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
+
+
+def _number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real)
+
+
+def _refuse(name: str, right: bool, wanted: str, value: Any) -> None:
+    if not right:
+        raise ValueError(f"environment: {name}: wanted {wanted}, got {value!r}")
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +85,7 @@ class Episode:
     """An episode on its way.
 
     row: of its present turn; opening: what that row has read; seen: the same as text; state: in which it acts;
-    stop, error: how it ended, see `Trajectory`.
+    stop, error, close_error: how it ended, see `Trajectory`. closing: the call that closes its environment.
     """
 
     number: int
@@ -81,6 +97,8 @@ class Episode:
     state: Hashable | None = None
     stop: Stop | None = None
     error: str = ""
+    close_error: str = ""
+    closing: Call | None = None
 
     @property
     def drawn(self) -> int:
@@ -90,7 +108,10 @@ class Episode:
     def trajectory(self, rules: Rules) -> Trajectory:
         """The episode once it has ended, its return as a part of the reward."""
         assert self.stop is not None
-        bare = Trajectory(self.world.task, tuple(self.turns), stop=self.stop, sampling=rules.sampling, error=self.error)
+        bare = Trajectory(
+            self.world.task, tuple(self.turns), stop=self.stop, sampling=rules.sampling, error=self.error,
+            close_error=self.close_error,
+        )  # fmt: skip
         return bare if self.stop == "error" else earned(bare)
 
 
@@ -175,8 +196,7 @@ class Play:
 
     def _opened(self, episode: Episode, observation: Observation) -> Request | None:
         """The first request of an episode. Attempts at a task begin alike, so what they read is rendered once."""
-        tools = episode.world.tools
-        key = repr((observation, tools))
+        tools, key = episode.world.tools, episode.world.key
         try:
             if key not in self._openings:
                 self._openings[key] = open_chat(self.tokenizer, observation, self.thinking, tools)
@@ -271,13 +291,22 @@ class Play:
         episode.stop, episode.error = stop, error
         if episode.row is not None:
             episode.row.held = False
+        self._leave(episode)
+
+    def _leave(self, episode: Episode) -> None:
         if episode.world.closes:
-            self.closing.submit(episode.world.close)
+            episode.closing = self.closing.submit(episode.world.close)
 
     def _close(self) -> None:
         """Close what is still open, and give the environments a little time for it."""
         for episode in self.episodes:
-            if episode.stop is None and episode.world.closes:
-                self.closing.submit(episode.world.close)
+            if episode.stop is None:
+                self._leave(episode)
         self.pool.close(0.0)
-        self.closing.close(min(self.bounds.timeout, CLOSING))
+        patience = min(self.bounds.timeout, HURRIED if any(not call.done for call in _hanging) else CLOSING)
+        self.closing.close(patience)
+        for episode in self.episodes:
+            if episode.closing is not None:
+                episode.close_error = fault_of(episode.closing, "close", patience)
+                if not episode.closing.done:
+                    _hanging[:] = [episode.closing]

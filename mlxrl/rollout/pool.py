@@ -75,12 +75,20 @@ class Pool:
                 self._waiting.put(None)
 
     def _begin(self) -> None:
-        self._threads += 1
-        threading.Thread(target=self._work, daemon=True, name="mlxrl environment").start()
+        """One thread more. Where the system has none and none is left here, the calls that wait for one fail."""
+        try:
+            threading.Thread(target=self._work, daemon=True, name="mlxrl environment").start()
+        except RuntimeError as error:
+            for call in [] if self._threads else [call for call in self.calls if call.started is None]:
+                call.error, call.done = error, True
+        else:
+            self._threads += 1
 
     def _work(self) -> None:
         while (call := self._waiting.get()) is not None:
             with self._changed:
+                if call.done:
+                    continue
                 call.started = time.monotonic()
                 self._changed.notify_all()  # its time begins to count
             try:
@@ -88,9 +96,9 @@ class Pool:
             except BaseException as error:  # noqa: BLE001  (user code may raise anything, and ends only its own call)
                 call.error = error
             with self._changed:
+                call.done = True
                 if call.late:
                     return  # another thread stands in its place
-                call.done = True
                 self._changed.notify_all()
 
     def _ended(self) -> list[Call]:

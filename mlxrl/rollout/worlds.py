@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -15,10 +15,20 @@ from mlxrl.types import Environment, Feedback, Message, Task
 
 Factory: TypeAlias = Callable[[], Environment]
 Observation: TypeAlias = str | Sequence[Message]
+LARGEST = 1e30  # of a reward or a penalty: sums over turns, and their squares, stay finite
+LONGEST = 1e6  # seconds of a call
 
 
 class EpisodeError(ValueError):
     """Every environment of a rollout failed."""
+
+
+class Copying(partial[Any]):
+    """A factory with arguments, of which each environment gets copies: what it does to them reaches no other."""
+
+    def __call__(self, /) -> Any:
+        """Make an environment."""
+        return self.func(**deepcopy(self.keywords))
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +36,8 @@ class World:
     """The environment of one episode; its methods run in threads, one at a time.
 
     stop: texts that end the next action; special_tokens: whether it reads them; tools: schemas of functions that the
-    chat template tells the model of.
+    chat template tells the model of. closes: whether there is something to close. key: what is read first, as text
+    that is the same for attempts that begin alike.
     """
 
     factory: Factory
@@ -35,13 +46,23 @@ class World:
     stop: tuple[str, ...] = ()
     special_tokens: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
+    closes: bool = False
+    key: str = ""
 
     def reset(self) -> Observation:
-        """Make the environment and begin."""
+        """Make the environment and begin, at a copy of the task: the original is what is scored."""
         self.inner = self.factory()
-        observation = _checked(self.inner.reset(self.task), "reset")
-        self.tools = tuple(getattr(self.inner, "tools", None) or ())
+        if not all(callable(getattr(self.inner, name, None)) for name in ("reset", "step")):
+            raise TypeError(f"the factory gave {_kind(self.inner)}; wanted an object with reset and step")
+        self.closes = callable(getattr(self.inner, "close", None))
+        own = replace(self.task, prompt=deepcopy(self.task.prompt), columns=deepcopy(dict(self.task.columns)))
+        observation = _checked(self.inner.reset(own), "reset")
+        tools: tuple[Any, ...] = tuple(getattr(self.inner, "tools", None) or ())
+        if strange := [tool for tool in tools if not isinstance(tool, Mapping)]:
+            raise TypeError(f"tools: wanted schemas of functions, got {_shown(strange[0])}")
+        self.tools = tools
         self._look()
+        self.key = repr((observation, self.tools))
         return observation
 
     def step(self, reply: str) -> Feedback:
@@ -52,16 +73,12 @@ class World:
         _checked(feedback.observation, "an observation")
         reward: Any = feedback.reward
         reward = reward.item() if hasattr(reward, "item") else reward
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise TypeError(f"wanted a finite number as reward, got {_shown(reward)}")
-        hash(feedback.state)
+        if not isinstance(reward, int | float) or not -LARGEST <= reward <= LARGEST:
+            raise TypeError(f"wanted a number from -{LARGEST:g} to {LARGEST:g} as reward, got {_shown(reward)}")
+        flags = {name: _flag(name, getattr(feedback, name)) for name in ("done", "invalid")}
+        _refuse_state(feedback.state)
         self._look()
-        return replace(feedback, reward=float(reward))
-
-    @property
-    def closes(self) -> bool:
-        """Whether there is something to close."""
-        return callable(getattr(self.inner, "close", None))
+        return replace(feedback, reward=float(reward), **flags)
 
     def close(self) -> None:
         """The episode is over."""
@@ -76,13 +93,18 @@ class World:
         self.special_tokens = bool(getattr(self.inner, "special_tokens", False))
 
 
+def earns(factory: Factory | None) -> bool:
+    """Whether there are environments and they give rewards, which a factory with `earns = False` says they do not."""
+    return factory is not None and bool(getattr(_bare(factory), "earns", True))
+
+
 def prepare(factory: Factory, tokenizer: Any) -> None:
     """Show a factory the tokenizer, where it is an object with a `prepare` to look at it.
 
     Raises:
         EpisodeError: it cannot do with the tokenizer.
     """
-    made: Any = factory.func if isinstance(factory, partial) else factory
+    made = _bare(factory)
     if not isinstance(made, type) and callable(look := getattr(made, "prepare", None)):
         try:
             look(tokenizer)
@@ -90,16 +112,25 @@ def prepare(factory: Factory, tokenizer: Any) -> None:
             raise EpisodeError(f"environment: {error}") from error
 
 
+def _bare(factory: Factory) -> Any:
+    """A factory without its arguments."""
+    return factory.func if isinstance(factory, partial) else factory
+
+
 def fault_of(call: Call, what: str, timeout: float) -> str:
     """How a call failed, in one line; empty where it did not."""
-    if call.late:
+    if call.late or not call.done:
         return f"{what}: no answer in {timeout:g} s"
     return "" if call.error is None else f"{what}: {line_of(call.error)}"
 
 
 def line_of(error: BaseException) -> str:
     """An exception as one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    try:
+        text = str(error)
+    except (Exception, SystemExit):  # noqa: BLE001  (user code too)
+        text = "its message cannot be shown"
+    return " ".join(f"{type(error).__name__}: {text}".split()).removesuffix(":")
 
 
 def accept(factory: Any, arguments: Mapping[str, Any]) -> None:
@@ -110,21 +141,48 @@ def accept(factory: Any, arguments: Mapping[str, Any]) -> None:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
         return  # it does not tell
+    parameters = signature.parameters.values()
+    named = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    takes = f"; it takes {', '.join(named) or 'none'}"
+    wrong = [name for name in arguments if name not in named]
+    if wrong and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        hint = did_you_mean(wrong[0], named) or takes
+        raise ValueError(f"arguments: got an unexpected keyword argument {wrong[0]!r}{hint}")
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        named = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        wrong = [name for name in arguments if name not in named]
-        hint = (did_you_mean(wrong[0], named) if wrong else "") or f"; it takes {', '.join(named) or 'none'}"
-        raise ValueError(f"arguments: {error}{hint}") from None
+        raise ValueError(f"arguments: {error}{takes}") from None
 
 
 def _checked(observation: Any, what: str) -> Any:
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Sequence) and observation and all(map(_is_message, observation)):
+        for message in observation:
+            str(message.get("content"))  # one that cannot be shown raises here
         return tuple(observation)
     raise TypeError(f"wanted a text or a list of messages as {what}, got {_shown(observation)}")
+
+
+def _flag(name: str, value: Any) -> bool:
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: wanted True or False, got {_shown(value)}")
+    return value
+
+
+def _refuse_state(state: Any) -> None:
+    """TypeError for a state that cannot be compared, as algorithms do that look states up."""
+    try:
+        hash(state)
+    except TypeError:
+        raise TypeError(f"state: wanted a hashable value, such as a tuple, got {type(state).__name__}") from None
+    _ = bool(state == state)  # one that raises does so here
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _is_message(message: Any) -> bool:

@@ -70,6 +70,13 @@ def _warnings(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     if errors := metrics.get("episodes/errors", 0):
         reason = shorten(safe(str(metrics.get("episodes/error"))), ERROR_WIDTH)
         found.append(f"{errors:.0f} episodes ended because their environment failed, the first: {reason}")
+    if unclosed := metrics.get("episodes/close_errors", 0):
+        reason = shorten(safe(str(metrics.get("episodes/close_error"))), ERROR_WIDTH)
+        found.append(f"{unclosed:.0f} environments could not be closed, the first: {reason}")
+    if context := metrics.get("rollout/context"):
+        found.append(f"nothing was sampled: the prompt fills the context of {context:.0f} tokens")
+    if cut := metrics.get("policy/cut_tokens"):
+        found.append(f"{cut:.0f} sampled tokens lie behind train.max_tokens_per_row and were not trained on")
     if failed:
         found.append(f"{failed:.0f} completions could not be scored and are left out")
     if skipped:

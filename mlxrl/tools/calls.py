@@ -42,9 +42,9 @@ def parser_of(tokenizer: Any, name: str | None = None) -> Parser:
     if name is not None:
         try:
             module = import_module(f"mlx_lm.tool_parsers.{name}")
-        except ImportError:
+            return Parser(module.tool_call_start, module.tool_call_end, module.parse_tool_call, thought)
+        except (ImportError, AttributeError):
             raise ValueError(f"tools: parser: wanted a module of mlx_lm.tool_parsers, got {name!r}") from None
-        return Parser(module.tool_call_start, module.tool_call_end, module.parse_tool_call, thought)
     if getattr(tokenizer, "tool_parser", None) is None:
         raise ValueError(
             "tools: mlx-lm knows no tool calls of this model; name the format that its prompt asks for, as "

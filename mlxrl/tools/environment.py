@@ -13,6 +13,7 @@ from mlxrl.tools.schema import ArgumentError, Tool, tool_of
 from mlxrl.types import Feedback, Message, Task
 
 Outcome = Literal["answered", "raised", "late", "malformed", "unknown", "arguments"]
+LONGEST = 1e6  # seconds of a call
 INVALID: frozenset[Outcome] = frozenset({"malformed", "unknown", "arguments"})
 
 
@@ -26,6 +27,8 @@ class Tools:
     The functions run in threads of this process and with its rights: what they do with their arguments is theirs to
     bound. Nothing that the model wrote is executed here.
     """
+
+    earns = False  # a run without reward functions is refused
 
     def __init__(
         self,
@@ -49,6 +52,14 @@ class Tools:
         Raises:
             ValueError: one line that says which function cannot be told to a model, and why.
         """
+        given: Any = {"parser": parser, "timeout": timeout}  # whatever their hints say
+        if callable(functions):
+            name = getattr(functions, "__name__", type(functions).__name__)
+            raise ValueError(f"tools: wanted a list of functions, got a function; write Tools([{name}])")
+        if not isinstance(given["parser"], str | Parser | None):
+            raise ValueError(f"tools: parser: wanted a name of mlx_lm.tool_parsers or a Parser, got {parser!r}")
+        if not isinstance(given["timeout"], int | float) or not 0 < timeout <= LONGEST:
+            raise ValueError(f"tools: timeout: wanted more than 0 seconds, at most {LONGEST:g}, got {timeout!r}")
         tools = [tool_of(function) for function in functions]
         if not tools:
             raise ValueError("tools: wanted at least one function, got none")
@@ -57,8 +68,6 @@ class Tools:
             raise ValueError(
                 f"tools: wanted functions of different names, got {', '.join(tool.name for tool in tools)}"
             )
-        if not timeout > 0:
-            raise ValueError(f"tools: timeout: wanted more than 0 seconds, got {timeout}")
         self.parser = parser if isinstance(parser, Parser) else None
         self.format = parser if isinstance(parser, str) else None
         self.offered, self.parallel, self.role, self.timeout = offered, parallel, role, timeout
@@ -124,7 +133,7 @@ class ToolEnvironment:
         for _, outcome in answers:
             self.factory.count(outcome)
         messages = tuple(
-            {"role": self.factory.role, "name": call.name, "content": text}
+            {"role": self.factory.role, "name": legible(call.name), "content": legible(text)}
             for call, (text, _) in zip(calls, answers, strict=True)
         )
         return Feedback(messages, invalid=any(outcome in INVALID for _, outcome in answers))
@@ -152,13 +161,26 @@ def executed(tool: Tool, arguments: Mapping[str, Any], timeout: float) -> tuple[
     def run() -> None:
         try:
             found.append((text_of(tool.function(**arguments)), "answered"))
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (what a tool raises is what the model reads)
-            found.append((f"error: {error}", "raised"))
+        except BaseException as error:  # noqa: BLE001  (what a tool raises is what the model reads)
+            found.append((f"error: {message_of(error)}", "raised"))
 
     thread = threading.Thread(target=run, daemon=True, name=f"tool {tool.name}")
     thread.start()
     thread.join(timeout)
     return found[0] if found else (f"error: {tool.name}: no answer in {timeout:g} s", "late")
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says, or its kind where it does not."""
+    try:
+        return str(error) or type(error).__name__
+    except BaseException:  # noqa: BLE001  (the tool's own code)
+        return type(error).__name__
+
+
+def legible(text: str) -> str:
+    """A text that a tokenizer can read: halves of characters become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def text_of(value: Any) -> str:

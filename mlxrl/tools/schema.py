@@ -62,7 +62,9 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     """
     name = getattr(function, "__name__", "")
     where = f"tools: {name or repr(function)}"
-    if not callable(function) or not name.isidentifier() or inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{where}: wanted a plain function with a name, got a coroutine function (async def)")
+    if not callable(function) or not name.isidentifier():
         raise ValueError(f"{where}: wanted a plain function with a name, got {type(function).__name__}")
     text, lines = described(function)
     if not text:

@@ -11,10 +11,10 @@ import numpy as np
 
 from mlxrl.policy.load import Policy
 from mlxrl.rewards import require_scores, score
-from mlxrl.rollout.episodes import rollout
+from mlxrl.rollout.episodes import refuse_limits, rollout
 from mlxrl.rollout.play import Limits
 from mlxrl.rollout.sampling import key_of
-from mlxrl.rollout.worlds import Factory
+from mlxrl.rollout.worlds import Factory, earns
 from mlxrl.train.loop import require_finite
 from mlxrl.types import Sampling, Task, Trajectory
 
@@ -62,7 +62,10 @@ def evaluate(
     """
     if not tasks:
         raise ValueError("evaluate: wanted at least one task, got none")
+    refuse_limits(evaluate, environment, limits)
     functions = [reward] if callable(reward) else list(reward)
+    if environment is not None and not functions and not earns(environment):
+        raise ValueError("evaluate: reward: wanted at least one function, got none; the environment gives no rewards")
     groups = rollout(
         policy, tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows, thinking=thinking,
         environment=environment, **limits,

@@ -20,7 +20,8 @@ from mlxrl.policy.load import Policy
 from mlxrl.rewards import require_scores, score
 from mlxrl.rollout.episodes import refuse_limits, rollout
 from mlxrl.rollout.play import Limits
-from mlxrl.rollout.worlds import Factory
+from mlxrl.rollout.prefill import context_of
+from mlxrl.rollout.worlds import Factory, earns
 from mlxrl.train.draw import Drawn, draw, draw_key, further_tasks
 from mlxrl.train.episodes import of_episodes
 from mlxrl.train.optimizer import optimizer as make_optimizer
@@ -134,8 +135,8 @@ def train(
     """
     optimizer = optimizer or make_optimizer(learning_rate=1e-5)
     functions = [] if reward is None else [reward] if callable(reward) else list(reward)
-    _refuse(algo, [*functions, *([environment] if environment else [])], shape, max_draws)
-    refuse_limits(environment, limits)
+    refuse_limits(train, environment, limits)
+    _refuse(algo, [*functions, *([environment] if earns(environment) else [])], shape, max_draws)
     judge = teacher_of(policy, algo, teacher, hint, thinking)
     if environment is not None and judge is not None and judge.hint is not None:
         raise ValueError("train: hint: an environment says what is asked; leave the hint out")
@@ -155,7 +156,8 @@ def train(
         parts = _updates(policy, batch, now, judge, updates_per_rollout, minibatches, f"{seed}:{index}")
         found = [patience.with_(update(policy, optimizer, part, now, **options), index) for part in parts]
         clock.lap("update")
-        yield Step(index, {**_drawn(drawn), **averaged(found), **_costs(clock, drawn.asked)}, groups)
+        costs = {**_costs(clock, drawn.asked), **_filled(policy, drawn.asked)}
+        yield Step(index, {**_drawn(drawn), **averaged(found), **costs}, groups)
 
 
 def _refuse(algo: Algorithm, functions: Sequence[Any], shape: Shape | None, max_draws: int) -> None:
@@ -262,6 +264,13 @@ def _drawn(drawn: Drawn) -> Metrics:
         "groups/kept": float(len(drawn.groups)),
         "rollout/draws": float(drawn.draws),
     }
+
+
+def _filled(policy: Policy, groups: Sequence[Group]) -> Metrics:
+    """rollout/context: the tokens of the model's context, where prompts fill it and nothing could be sampled."""
+    context, rows = context_of(policy.model), [trajectory for group in groups for trajectory in group]
+    full = any(row.stop == "length" for row in rows) and not any(row.length for row in rows)
+    return {"rollout/context": float(context)} if full and context is not None else {}
 
 
 def _costs(clock: Clock, groups: Sequence[Group]) -> Metrics:

@@ -147,8 +147,8 @@ def widest(prompt: int, completion: int, group: int, groups: int, budget: int) -
     """How groups of rows of one length are laid out: (tokens of the shared prefix, rows and tokens of a pass)."""
     shared = prompt * (group - 1) >= SHARE_FROM
     rows, tokens = (group, completion) if shared else (group * groups, prompt + completion)
-    cuts = _cuts([tokens] * rows, budget - (prompt if shared else 0))
-    return (prompt if shared else 0), max(end - start for start, end in cuts), tokens
+    prefix = prompt if shared else 0
+    return prefix, min(rows, max(1, (budget - prefix) // tokens)), tokens
 
 
 def minibatch(rows: Sequence[Row], prefix: mx.array | None = None) -> Minibatch:
