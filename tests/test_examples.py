@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -56,3 +57,27 @@ def test_the_readmes_code_runs_with_a_model_that_is_here(here):
     )
     assert len(rewards(done.stdout)) == 2
     assert (here / "adapters/math/adapters.safetensors").is_file()
+
+
+def test_the_readmes_environment_runs_with_a_model_that_is_here(here):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (text,) = (block for block in blocks if "class Guess" in block)
+    assert "steps=100" in text
+    code = 'import mlxrl as rl\npolicy = rl.load("examples/maze", lora=rl.LoRA())\n' + text.replace(
+        "steps=100", "steps=2"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=here, check=True, capture_output=True, text=True, timeout=300
+    )
+    assert len(rewards(done.stdout)) == 2
+
+
+def test_the_maze_is_walked_from_its_config(here):
+    settings = ["steps=2", "evaluation.rows=20", "rollout.tasks_per_step=4", "run.folder=walks"]
+    command = [sys.executable, "-m", "mlxrl", "train", "--config", "examples/maze.toml", *settings]
+    done = subprocess.run(command, cwd=here, check=True, capture_output=True, text=True, timeout=300)
+    assert "held-out after training: accuracy" in done.stdout
+    lines = (here / "walks" / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert all(1 < one["episodes/turns"] <= 8 and one["episodes/errors"] == 0 for one in found)
+    assert all(one["policy/grad_norm"] > 0 for one in found)
