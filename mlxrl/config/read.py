@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlxrl import rewards
-from mlxrl.config.check import check
 from mlxrl.config.strict import ConfigError, Origin, fill
 from mlxrl.config.tables import Config, Teacher
 
@@ -33,7 +31,10 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         values = _merged(values, assignment := _assignment(override))
         overridden |= _leaves(assignment)
     origin = Origin(str(path), frozenset(overridden))
-    config = _located(fill(Config, _gather_arguments(values), origin), path.absolute().parent, origin)
+    filled = fill(Config, _gather_arguments(values), origin)
+    from mlxrl.config.check import check  # knows the recipes, and so takes MLX and numpy: faults above answer without
+
+    config = _located(filled, path.absolute().parent, origin)
     check(config, origin)
     return config
 
@@ -96,6 +97,8 @@ def _gather_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _located(config: Config, folder: Path, origin: Origin) -> Config:
     """Every path made absolute, so that the config means the same wherever its resolved text lies."""
+    from mlxrl import rewards
+
     data, evaluation = config.data, config.data.evaluation
     data = replace(
         data,

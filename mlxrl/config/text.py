@@ -8,7 +8,6 @@ from typing import Any
 
 import tomli_w
 
-from mlxrl.config.check import algorithm
 from mlxrl.config.tables import Config
 
 
@@ -17,6 +16,8 @@ def resolved(config: Config) -> dict[str, Any]:
 
     `read` makes the same run of it again.
     """
+    from mlxrl.config.check import algorithm
+
     plain = _plain(config)
     # TOML has no None. What is None comes from the recipe or from a convention, so the two names bring it back.
     named = {"name": config.algorithm.name, "convention": config.algorithm.arguments.get("convention")}
