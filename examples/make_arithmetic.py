@@ -146,16 +146,16 @@ def loss(model, tokens, mask):
     return mx.sum(losses * mask[:, 1:]) / mx.sum(mask)
 
 
-def make_optimizer(warmup=50):
+def make_optimizer(steps, warmup=50):
     """AdamW under a linear warmup and a cosine decay to a twentieth of the learning rate."""
     rise = optim.linear_schedule(0, LEARNING_RATE, warmup)
-    fall = optim.cosine_decay(LEARNING_RATE, STEPS - warmup, LEARNING_RATE / 20)
+    fall = optim.cosine_decay(LEARNING_RATE, steps - warmup, LEARNING_RATE / 20)
     return optim.AdamW(optim.join_schedules([rise, fall], [warmup]), betas=[0.9, 0.98])
 
 
-def pretrain(model, tokenizer, rng, reserved):
-    """Trains in place on STEPS batches of fresh homework."""
-    optimizer = make_optimizer()
+def pretrain(model, draw, steps):
+    """Trains in place on so many batches of `draw()`, tokens and masks."""
+    optimizer = make_optimizer(steps)
     state = [model.state, optimizer.state]
 
     @partial(mx.compile, inputs=state, outputs=state)
@@ -164,8 +164,8 @@ def pretrain(model, tokenizer, rng, reserved):
         optimizer.update(model, gradient)
         return value
 
-    for i in range(1, STEPS + 1):
-        value = step(*draw_batch(tokenizer, rng, reserved))
+    for i in range(1, steps + 1):
+        value = step(*draw())
         mx.eval(state, value)  # keeps the graph to one step
         if i % 100 == 0:
             print(f"step {i}  loss {value.item():.4f}", flush=True)
@@ -196,9 +196,9 @@ def accuracy(model, tokenizer, pairs, key=None):
 # The folder.
 
 
-def write_json(name, value):
-    """Writes one indented JSON file of the folder."""
-    (FOLDER / name).write_text(json.dumps(value, indent=2) + "\n")
+def write_json(path, value):
+    """Writes one indented JSON file."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def write_pairs(name, pairs):
@@ -207,16 +207,16 @@ def write_pairs(name, pairs):
     (FOLDER / name).write_text("\n".join(rows) + "\n")
 
 
-def write_model(model, config):
+def write_model(model, config, folder):
     """Writes config.json and model.safetensors."""
-    write_json("config.json", config)
+    write_json(folder / "config.json", config)
     weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(FOLDER / "model.safetensors"), weights, {"format": "mlx"})
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
 
 
-def write_tokenizer(tokenizer):
+def write_tokenizer(tokenizer, folder):
     """Writes tokenizer.json and tokenizer_config.json."""
-    tokenizer.save(str(FOLDER / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
@@ -225,7 +225,7 @@ def write_tokenizer(tokenizer):
         "model_max_length": 512,
         "chat_template": CHAT_TEMPLATE,
     }
-    write_json("tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", settings)
 
 
 def main():
@@ -236,13 +236,13 @@ def main():
     tokenizer = make_tokenizer()
     config = make_config(tokenizer)
     model = make_model(config)
-    pretrain(model, tokenizer, rng, reserved)
+    pretrain(model, lambda: draw_batch(tokenizer, rng, reserved), STEPS)
 
     FOLDER.mkdir(exist_ok=True)
     write_pairs("train.jsonl", train)
     write_pairs("test.jsonl", test)
-    write_tokenizer(tokenizer)
-    write_model(model, config)
+    write_tokenizer(tokenizer, FOLDER)
+    write_model(model, config, FOLDER)
     greedy = accuracy(model, tokenizer, test)
     sampled = accuracy(model, tokenizer, test, mx.random.key(SEED))
     print(f"accuracy on test.jsonl: greedy {greedy:.3f}, sampled at temperature 1 {sampled:.3f}")

@@ -13,12 +13,10 @@ from SEED. It takes ten minutes on one core with OpenBLAS.
 """
 
 import random
-from functools import partial
 from pathlib import Path
 
 import make_arithmetic as base
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlxrl.environments import Maze, maze_tasks, write
 from mlxrl.environments.maze import beyond, distance, placed
@@ -88,25 +86,6 @@ def task_key(task):
     return task.prompt, tuple(sorted(task.columns["doors"].items()))
 
 
-def pretrain(model, tokenizer, rng, reserved):
-    """Trains in place on STEPS batches of walks."""
-    base.STEPS = STEPS
-    optimizer = base.make_optimizer()
-    state = [model.state, optimizer.state]
-
-    @partial(mx.compile, inputs=state, outputs=state)
-    def step(tokens, mask):
-        value, gradient = nn.value_and_grad(model, base.loss)(model, tokens, mask)
-        optimizer.update(model, gradient)
-        return value
-
-    for i in range(1, STEPS + 1):
-        value = step(*draw_batch(tokenizer, rng, reserved))
-        mx.eval(state, value)  # keeps the graph to one step
-        if i % 50 == 0:
-            print(f"step {i}  loss {value.item():.4f}", flush=True)
-
-
 def main():
     """Draws the mazes, trains the model and writes the folder."""
     test = list({task_key(task): task for task in maze_tasks(2 * TEST, seed=SEED + 1)}.values())[:TEST]
@@ -115,14 +94,14 @@ def main():
     tokenizer = base.make_tokenizer()
     config = base.make_config(tokenizer)
     model = base.make_model(config)
-    pretrain(model, tokenizer, random.Random(SEED), reserved)
+    rng = random.Random(SEED)
+    base.pretrain(model, lambda: draw_batch(tokenizer, rng, reserved), STEPS)
 
-    base.FOLDER = FOLDER
     FOLDER.mkdir(exist_ok=True)
     write(FOLDER / "train.jsonl", train)
     write(FOLDER / "test.jsonl", test)
-    base.write_tokenizer(tokenizer)
-    base.write_model(model, config)
+    base.write_tokenizer(tokenizer, FOLDER)
+    base.write_model(model, config, FOLDER)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ from mlxrl.data import read_tasks
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.files import files_of
 from mlxrl.policy.load import policy
-from mlxrl.policy.memory import Work, parts, room
+from mlxrl.policy.memory import Work, parts
 from mlxrl.policy.shapes import Uncovered, model_of
-from mlxrl.rollout.slots import capacity_for
 from mlxrl.train.pack import pack, widest
 from mlxrl.train.step import update
 
@@ -97,10 +96,6 @@ def test_the_peak_of_an_update_is_foreseen(kind, prompt, budget, recompute):
     assert peak == pytest.approx(mx.get_peak_memory() - others, rel=0.2)
 
 
-def test_the_room_of_rows_is_that_of_a_rollout():
-    assert [room(tokens) for tokens in range(1, 3000)] == [capacity_for(tokens) for tokens in range(1, 3000)]
-
-
 def test_a_pass_is_laid_out_as_it_is_packed():
     for prompt, length, budget in ((10, 64, 2048), (150, 64, 300), (150, 64, 2048), (20, 30, 100)):
         group = made([1.0, 0.0, 0.4, 0.2, 0.1], lengths=[length] * 5, prompt=prompt)
@@ -131,7 +126,6 @@ def test_packed_weights_are_counted_by_their_bits():
 
 def test_headers_of_files_tell_the_weights():
     files = files_of(str(EXAMPLE), None)
-    assert files.measured
     assert files.weights == files.model.weights(files.size)
     assert files_of(str(EXAMPLE), "float16").weights == files.weights // 2
 

@@ -14,6 +14,7 @@ from models import dense, hybrid, moe, tokenizer
 
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import policy
+from mlxrl.policy.room import capacity_for
 from mlxrl.rollout.decode import Loop, decode
 from mlxrl.rollout.episodes import rollout, row_keys
 from mlxrl.rollout.fused import FusedLinear, fused
@@ -23,7 +24,7 @@ from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
 from mlxrl.rollout.sampling import key_of
 from mlxrl.rollout.serve import service_of
-from mlxrl.rollout.slots import Slots, capacity_for
+from mlxrl.rollout.slots import Slots
 from mlxrl.types import Minibatch, Sampling, Task
 
 pytestmark = pytest.mark.filterwarnings("error:.*(is not compiled|decode together|one by one)")

@@ -7,11 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from families import family
 from models import dense, hybrid, moe
 from test_train import a_policy, assert_same_gradient, flat, made
 
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy.load import Policy
+from mlxrl.train import pack as packing
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient
 from mlxrl.train.units import units
@@ -117,3 +119,17 @@ def test_memory_of_a_split_group_is_that_of_its_prompt_and_one_chunk(make):
         return mx.get_peak_memory() - before
 
     assert peak(40 + 160) < 0.5 * peak(10_000)
+
+
+def test_a_model_whose_caches_cannot_carry_a_prompt_reads_it_with_every_row(monkeypatch):
+    """llama4's chunked caches: the same gradient as rows that stand with their prompt."""
+    p, (algo, whole, split) = a_policy(lambda: family("llama4")), batches(kl=0.1)
+    assert not p.shares_prefix
+    assert min(len(whole), len(split) - 1) >= 1
+    monkeypatch.setattr(packing, "SHARE_FROM", 10**9)
+    _, apart, _ = batches(kl=0.1)
+    assert all(minibatch.prefix.size == 0 for minibatch in apart)
+    filled = [fill(p, batch, frozenset({"reference"})) for batch in (apart, whole, split)]
+    wanted, *others = [gradient(p, batch, algo)[1] for batch in filled]
+    for got in others:
+        assert_same_gradient(got, wanted)

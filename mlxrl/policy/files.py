@@ -21,16 +21,12 @@ ASIDE = ("vision", "visual", "model.visual", "mtp", "model.vision")  # tensors t
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """A model's sizes; size: bytes of an activation; weights: bytes in memory; loading: more of them while it loads.
-
-    measured: whether the weights were counted in the files' headers; else they are computed from the config.
-    """
+    """A model's sizes; size: bytes of an activation; weights: bytes in memory; loading: more of them while it loads."""
 
     model: Model
     size: int
     weights: int
     loading: int
-    measured: bool
     folder: Path | None = None
 
 
@@ -52,12 +48,12 @@ def files_of(id: str, dtype: str | None, gpu: bool = False) -> Files:
     tensors = [tensor for file in sorted(folder.glob("*.safetensors")) for tensor in _tensors(file)]
     if not tensors:
         size = DTYPES.get(dtype or str(config.get("torch_dtype") or config.get("dtype")), 2)
-        return Files(model, size, model.weights(size), 0, False, folder)
+        return Files(model, size, model.weights(size), 0, folder)
     stored = {kind: sum(count for kind_, count in tensors if kind_ == kind) for kind in FLOATS}
     size = DTYPES[dtype] if dtype else SIZES[max(stored, key=lambda kind: stored[kind])]
     changed = sum(count * (size if kind in FLOATS and dtype else SIZES.get(kind, 4)) for kind, count in tensors)
     before = sum(count * SIZES.get(kind, 4) for kind, count in tensors)
-    return Files(model, size, changed, before if changed != before else 0, True, folder)
+    return Files(model, size, changed, before if changed != before else 0, folder)
 
 
 def _gguf(path: Path, dtype: str | None, gpu: bool) -> Files:
@@ -65,7 +61,7 @@ def _gguf(path: Path, dtype: str | None, gpu: bool) -> Files:
 
     rest = 2 if gpu else 4
     config, weights = gguf.sizes(path, None if dtype is None else DTYPES[dtype], rest)
-    return Files(model_of(config, path), DTYPES[dtype] if dtype else rest, weights, path.stat().st_size, True)
+    return Files(model_of(config, path), DTYPES[dtype] if dtype else rest, weights, path.stat().st_size)
 
 
 def read_table(path: Path) -> dict[str, Any]:

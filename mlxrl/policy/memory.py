@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlxrl.policy.gated_delta import SEGMENT
+from mlxrl.policy.room import capacity_for
 from mlxrl.policy.shapes import Attention, GatedDelta, Layer, Model
 from mlxrl.policy.tape import AHEAD, FLOAT, HEAD_ARRAYS, LOGITS, METAL, Kept, Pass, Passed, Rows, Tape
 
@@ -98,8 +99,7 @@ def _update(model: Model, work: Work, adapters: int) -> dict[str, int]:
 
 def _pass_peak(model: Model, work: Work, adapters: int, fused: bool) -> tuple[int, int]:
     """The highest point of a pass, and what of it is kept for the way back when the head is reached."""
-    ahead = AHEAD
-    tape = Tape(0, ahead, METAL if work.gpu else None)
+    tape = Tape(0, AHEAD, METAL if work.gpu else None)
     run = Passed(model, Pass(work.size, work.rank, work.keys, fused, keeping=not work.gpu), tape)
     rows = Rows(work.pass_rows, work.pass_tokens - 1, work.prefix)
     prefix = Rows(1, work.prefix) if work.prefix else None
@@ -170,18 +170,14 @@ def _states(model: Model, work: Work) -> int:
     )
 
 
-def room(tokens: int) -> int:
-    """Tokens of room that a rollout makes for rows of so many: see `rollout.slots.capacity_for`."""
-    grain = max(32, 2 ** (max(tokens, 1).bit_length() - 3))
-    return -(-tokens // grain) * grain
-
-
 def _rollout(model: Model, work: Work) -> dict[str, int]:
     """The highest of three: prompts as they are run, their caches as they are given to rows, rows at their longest."""
     keys, states = 2 * work.size * _key_numbers(model), _states(model, work)
     arrays, attending = 2 * len(model.layers), sum(isinstance(layer.mixer, Attention) for layer in model.layers)
     prompts = work.prompts * (-(-work.prompt // KEYS_GRAIN) * KEYS_GRAIN * keys + states)
-    begun, full = (work.rows * room(tokens) * keys for tokens in (work.prompt + 2, work.prompt + work.completion + 1))
+    begun, full = (
+        work.rows * capacity_for(tokens) * keys for tokens in (work.prompt + 2, work.prompt + work.completion + 1)
+    )
     logits = work.rows * model.vocabulary * FLOAT
     together = max(1, min(work.prompts, PREFILL // work.prompt))
     forward = _forward_peak(model, work, Rows(together, min(work.prompt, PREFILL)))

@@ -48,6 +48,9 @@ def hidden_states(model: nn.Module, head: Head, prefix: mx.array, tokens: mx.arr
     rows, read = tokens.shape[0], tokens[:, :-1]
     if prefix.size == 0:
         return None, head.trunk(read)
+    if not shared(model):  # every row reads the prefix
+        whole = head.trunk(mx.concatenate([mx.broadcast_to(prefix, (rows, prefix.size)), read], axis=1))
+        return whole[0, prefix.size - 1], whole[:, prefix.size :]
     run = _carried(model, head, prefix)
     if read.shape[1] == 0:
         return run.last, mx.zeros((rows, 0, run.last.shape[-1]), run.last.dtype)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlxrl.policy.room import capacity_for
 from mlxrl.rollout.engine import Caches
 from mlxrl.rollout.row import Row
 from mlxrl.rollout.rules import Processor, Rules, State, blank, draw
-from mlxrl.rollout.slots import capacity_for
 
 DEAD = 0.25  # share of dead rows at which they are dropped
 

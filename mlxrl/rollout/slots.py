@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxrl.policy.room import capacity_for
 from mlxrl.rollout.layers import Layer, arrays_of, caches, padded
 from mlxrl.rollout.prefill import Run
 
@@ -91,9 +92,3 @@ class Slots:
         """Put slots back where they came from."""
         for array, mine in zip(self.arrays, part.arrays, strict=True):
             array[mx.array(list(places))] = mine
-
-
-def capacity_for(tokens: int) -> int:
-    """Tokens of room for so many: multiples of 32, from 128 on of a quarter of the power of two below."""
-    grain = max(32, 2 ** (max(tokens, 1).bit_length() - 3))
-    return -(-tokens // grain) * grain

@@ -136,7 +136,7 @@ def gradient(
     total: Any = None
     dropout = policy.lora is not None and policy.lora.dropout > 0
     with training(policy.model, dropout=dropout), recomputed(policy.model) if recompute else nullcontext():
-        for unit in units(batch.minibatches):
+        for unit in units(batch.minibatches, policy.shares_prefix):
             found, gradients = unit_gradient(policy, unit, loss)
             total = gradients if total is None else tree_map(mx.add, total, gradients)
             mx.eval(total, found)  # a pass's activations end here, not with the batch

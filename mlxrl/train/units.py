@@ -19,8 +19,11 @@ from mlxrl.types import Metrics, Minibatch
 Loss: TypeAlias = Callable[[Minibatch], tuple[mx.array, Metrics]]
 
 
-def units(minibatches: Sequence[Minibatch]) -> Iterator[list[Minibatch]]:
-    """Neighbours that carry the same prefix array together, others alone."""
+def units(minibatches: Sequence[Minibatch], sharing: bool = True) -> Iterator[list[Minibatch]]:
+    """Neighbours that carry the same prefix array together, others alone; all alone where the model cannot share."""
+    if not sharing:
+        yield from ([minibatch] for minibatch in minibatches)
+        return
     keyed = groupby(enumerate(minibatches), lambda item: id(item[1].prefix) if item[1].prefix.size else -item[0] - 1)
     for _, unit in keyed:
         yield [minibatch for _, minibatch in unit]
