@@ -245,7 +245,7 @@ def test_a_run_takes_the_largest_pass_that_fits(folder, capsys, monkeypatch):
         for part in plan_of(settings, rows).with_(("train.tokens_per_pass", 512)).parts
         if part.name == "update"
     )
-    monkeypatch.setattr("mlxrl.cli.plan.machine", lambda: (least, False))
+    monkeypatch.setattr("mlxrl.cli.fit.machine", lambda: (least, False))
     assert main(["train", "--config", "run.toml", "rollout.tasks_per_step=64", "steps=1"]) == 0
     assert "tokens_per_pass = 512" in (folder / "out/run/config.toml").read_text()
     assert "at most 512, with which an update needs about" in " ".join(capsys.readouterr().out.split())

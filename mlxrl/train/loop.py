@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Unpack
@@ -143,18 +143,15 @@ def train(
     asking = Asking(
         policy, group_size, _keeping(sampling, algo), max_rows, thinking, functions, weights, environment, limits
     )
-    options: dict[str, Any] = {"teacher": judge, "max_grad_norm": max_grad_norm, "recompute": recompute}
     sizes = {"tokens_per_pass": tokens_per_pass, "max_tokens_per_row": max_tokens_per_row}
-    patience = Patience()
+    options: dict[str, Any] = {"teacher": judge, "max_grad_norm": max_grad_norm, "recompute": recompute}
+    learning = Learning(policy, optimizer, judge, updates_per_rollout, minibatches, sizes, options)
     for index, todo in zip(range(start, steps), cycle(tasks, tasks_per_step, seed=seed, start=start), strict=False):
         mx.reset_peak_memory()
-        clock, now = Clock(), at_step(algo, index)
-        more = further_tasks(tasks, todo, seed, index)
+        clock, more = Clock(), further_tasks(tasks, todo, seed, index)
         drawn = draw(partial(asking.groups, clock, seed, index), todo, more, max_draws)
         groups = tuple(drawn.groups if shape is None else shape(drawn.groups))
-        batch = pack(groups, now, **sizes) if groups else None
-        parts = _updates(policy, batch, now, judge, updates_per_rollout, minibatches, f"{seed}:{index}")
-        found = [patience.with_(update(policy, optimizer, part, now, **options), index) for part in parts]
+        found = learning.from_(groups, at_step(algo, index), index, f"{seed}:{index}")
         clock.lap("update")
         costs = {**_costs(clock, drawn.asked), **_filled(policy, drawn.asked)}
         yield Step(index, {**_drawn(drawn), **averaged(found), **costs}, groups)
@@ -176,16 +173,35 @@ def _keeping(sampling: Sampling, algo: Algorithm) -> Sampling:
     return replace(sampling, candidates=max(sampling.candidates, candidates_kept(algo)))
 
 
-def _updates(
-    policy: Policy, batch: Pack | None, algo: Algorithm, judge: Teacher | None, epochs: int, minibatches: int, key: str
-) -> Iterator[Pack]:
-    """The batch of every optimizer step of a rollout. Before several, what they compare with is computed."""
-    if batch is None:
-        return
-    if epochs * min(minibatches, len(batch.groups)) > 1:
-        batch = fill(policy, batch, algo.needs | {"old"}, teacher=judge, algo=algo)
-    for epoch in range(epochs):
-        yield from dealt(batch, minibatches, f"{key}:{epoch}")
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """How scored groups become updates. sizes: of `pack`; options: of `update`."""
+
+    policy: Policy
+    optimizer: optim.Optimizer
+    judge: Teacher | None
+    epochs: int
+    minibatches: int
+    sizes: Mapping[str, int | None]
+    options: Mapping[str, Any]
+    patience: Patience = field(default_factory=lambda: Patience())
+
+    def from_(self, groups: Sequence[Group], algo: Algorithm, index: int, key: str) -> list[Metrics]:
+        """Make the updates of a step; returns the metrics of each."""
+        if not groups:
+            return []
+        parts = self._updates(pack(groups, algo, **self.sizes), algo, key)
+        return [
+            self.patience.with_(update(self.policy, self.optimizer, part, algo, **self.options), index)
+            for part in parts
+        ]
+
+    def _updates(self, batch: Pack, algo: Algorithm, key: str) -> Iterator[Pack]:
+        """The batch of every optimizer step. Before several, what they compare with is computed."""
+        if self.epochs * min(self.minibatches, len(batch.groups)) > 1:
+            batch = fill(self.policy, batch, algo.needs | {"old"}, teacher=self.judge, algo=algo)
+        for epoch in range(self.epochs):
+            yield from dealt(batch, self.minibatches, f"{key}:{epoch}")
 
 
 @dataclass(frozen=True, slots=True)
