@@ -44,3 +44,16 @@ def test_it_knows_the_capital_of_france():
     ((answer,),) = rl.rollout(policy, [task], group_size=1, sampling=rl.Sampling(max_tokens=16, temperature=0.0))
     assert "Paris" in answer.text
     assert answer.stop == "eos"
+
+
+def test_the_plan_counts_the_prompts_that_a_run_renders():
+    from mlxrl import config
+    from mlxrl.cli import compose
+    from mlxrl.cli.prompts import longest_prompt
+    from mlxrl.policy import gguf
+    from mlxrl.rollout.render import render
+
+    settings = config.read(ROOT / "examples/smollm2.toml", [f'model.id="{FILE}"'])
+    rows = compose.training_rows(settings)
+    rendered = len(render(gguf.read(FILE)[1], rows[0]))
+    assert longest_prompt(settings, rows[:1], None)[0] == rendered

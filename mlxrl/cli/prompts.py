@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mlxrl.cli import compose
 from mlxrl.config import Config
@@ -17,21 +18,34 @@ TEMPLATE = 24  # tokens that a chat template adds
 
 def longest_prompt(settings: Config, rows: Sequence[Task], folder: Path | None) -> tuple[int, str]:
     """Tokens of the longest of the first prompts, and how they were counted."""
-    texts = [_text(row) for row in rows[: compose.RENDERED]]
-    longest = max(texts, key=len, default="")
-    seen = f"the longest of {len(texts):,} prompts"
-    path = folder / "tokenizer.json" if folder else None
-    if path is not None and path.is_file():
-        from tokenizers import Tokenizer
+    rows = rows[: compose.RENDERED]
+    longest = max(rows, key=lambda row: len(_text(row)), default=Task(""))
+    seen = f"the longest of {len(rows):,} prompts"
+    if (found := _language(settings.model.id, folder)) is None:
+        return len(_text(longest)) // CHARACTERS + 1 + TEMPLATE, f"{seen}, at {CHARACTERS} characters a token"
+    tokenizer, template = found
+    text, more = _templated(template, longest)
+    text = text.encode("utf-8", "replace").decode("utf-8")  # a run says what is wrong with halves of characters
+    return len(tokenizer.encode(text).ids) + more, f"{seen}, by the model's tokenizer"
 
-        text, more = _templated(path.parent, longest)
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # it raises bare ones
-            raise ValueError(f"{path}: not a tokenizer: {error}; {AGAIN}") from error
-        text = text.encode("utf-8", "replace").decode("utf-8")  # a run says what is wrong with halves of characters
-        return len(tokenizer.encode(text).ids) + more, f"{seen}, by the model's tokenizer"
-    return len(longest) // CHARACTERS + 1 + TEMPLATE, f"{seen}, at {CHARACTERS} characters a token"
+
+def _language(id: str, folder: Path | None) -> tuple[Any, str | None] | None:
+    """A model's tokenizer and chat template, None where its files are not here."""
+    if id.endswith(".gguf"):
+        from mlxrl.policy import gguf
+
+        return gguf.language(Path(id).expanduser())
+    path = folder / "tokenizer.json" if folder else None
+    if path is None or not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path)), _template(path.parent)
+    except ValueError:
+        raise
+    except Exception as error:  # it raises bare ones
+        raise ValueError(f"{path}: not a tokenizer: {error}; {AGAIN}") from error
 
 
 def _text(row: Task) -> str:
@@ -40,19 +54,23 @@ def _text(row: Task) -> str:
     return "\n".join(str(message.get("content", "")) for message in row.prompt)
 
 
-def _templated(folder: Path, text: str) -> tuple[str, int]:
-    """A text through the chat template; where that cannot be read, the text and the tokens it is taken to add."""
+def _template(folder: Path) -> str | None:
+    """The chat template in a model's folder."""
     path, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    source = read_text(path) if path.is_file() else None
-    if source is None and settings.is_file():
-        source = read_table(settings).get("chat_template")
-    if not source:
-        return text, 0
+    if path.is_file():
+        return read_text(path)
+    return read_table(settings).get("chat_template") if settings.is_file() else None
+
+
+def _templated(template: str | None, row: Task) -> tuple[str, int]:
+    """A prompt through the chat template; where that fails, its text and the tokens that it is taken to add."""
+    if not template:
+        return _text(row), 0
     try:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-        asked = [{"role": "user", "content": text}]
-        return template.render(messages=asked, add_generation_prompt=True, bos_token="", eos_token=""), 0
+        made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+        asked = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        return made.render(messages=asked, add_generation_prompt=True, bos_token="", eos_token=""), 0
     except Exception:  # noqa: BLE001  (a template is a program of the model's, and may raise anything)
-        return text, TEMPLATE
+        return _text(row), TEMPLATE

@@ -137,6 +137,12 @@ def sizes(path: Path, dtype: int | None, rest: int) -> tuple[dict[str, Any], int
     return _config(metadata, tensors), total
 
 
+def language(path: Path) -> tuple[Any, str | None]:
+    """A file's `tokenizers.Tokenizer` and its chat template, None where it has none."""
+    metadata, tensors = header(path)
+    return _bpe(metadata, _config(metadata, tensors)["bos_token_id"]), metadata.get("tokenizer.chat_template")
+
+
 def save_folder(model: nn.Module, tokenizer: TokenizerWrapper, config: Mapping[str, Any], folder: Path) -> None:
     """Write what `read` returned as an mlx-lm model folder, for mlx_lm.load, generate and fuse.
 
