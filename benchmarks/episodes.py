@@ -30,13 +30,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
-from models import dense, tokenizer  # noqa: E402
 
 from mlxrl.policy.load import Policy, load, policy  # noqa: E402
 from mlxrl.rollout.engine import Subject  # noqa: E402
 from mlxrl.rollout.episodes import rollout  # noqa: E402
 from mlxrl.rollout.turns import go_on, open_chat  # noqa: E402
-from mlxrl.types import Feedback, Sampling, Task  # noqa: E402
+from mlxrl.settings import Sampling  # noqa: E402
+from mlxrl.types import Feedback, Task  # noqa: E402
+from models import dense, tokenizer  # noqa: E402
 
 TASKS, ATTEMPTS, TURNS = 8, 4, 4
 TEMPLATE = (

@@ -28,7 +28,6 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from mlx_lm.models import llama, qwen3, qwen3_5, qwen3_moe  # noqa: E402
-from models import ready, tokenizer  # noqa: E402
 
 from mlxrl import config  # noqa: E402
 from mlxrl.algo.recipes import dr_grpo  # noqa: E402
@@ -39,9 +38,11 @@ from mlxrl.policy.files import Files  # noqa: E402
 from mlxrl.policy.load import policy  # noqa: E402
 from mlxrl.policy.shapes import model_of  # noqa: E402
 from mlxrl.rollout.episodes import rollout  # noqa: E402
+from mlxrl.settings import Sampling  # noqa: E402
 from mlxrl.train.pack import pack  # noqa: E402
 from mlxrl.train.step import update  # noqa: E402
-from mlxrl.types import Group, Sampling, Task, Trajectory, Turn  # noqa: E402
+from mlxrl.types import Group, Task, Trajectory, Turn  # noqa: E402
+from models import ready, tokenizer  # noqa: E402
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -39,7 +39,6 @@ from mlx_lm.generate import BatchGenerator, batch_generate  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.models.gated_delta import gated_delta_ops  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
-from models import dense, hybrid, tokenizer  # noqa: E402
 
 from mlxrl.policy.adapters import LoRA  # noqa: E402
 from mlxrl.policy.gated_delta import gated_delta  # noqa: E402
@@ -53,6 +52,7 @@ from mlxrl.rollout.row import Request  # noqa: E402
 from mlxrl.rollout.rules import Rules, draw  # noqa: E402
 from mlxrl.rollout.sampling import key_of  # noqa: E402
 from mlxrl.types import Sampling  # noqa: E402
+from models import dense, hybrid, tokenizer  # noqa: E402
 
 QUESTIONS = (
     "What is 3 + 4?", "Name three colours of the rainbow.", "Write one line about the sea and the wind.", "Why?",

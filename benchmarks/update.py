@@ -40,7 +40,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from mlx_lm.models import qwen3_5  # noqa: E402
 from mlx_lm.models.gated_delta import gated_delta_ops  # noqa: E402
-from models import dense, ready, tokenizer  # noqa: E402
 
 from mlxrl.algo.recipes import dr_grpo  # noqa: E402
 from mlxrl.policy.adapters import LoRA  # noqa: E402
@@ -49,10 +48,12 @@ from mlxrl.policy.head import Head, score  # noqa: E402
 from mlxrl.policy.load import Policy, load, policy  # noqa: E402
 from mlxrl.policy.logprobs import logprobs, training  # noqa: E402
 from mlxrl.policy.recompute import recomputed  # noqa: E402
+from mlxrl.settings import Sampling  # noqa: E402
 from mlxrl.train.loop import train  # noqa: E402
 from mlxrl.train.pack import pack  # noqa: E402
 from mlxrl.train.step import gradient  # noqa: E402
-from mlxrl.types import Group, Logprobs, Minibatch, Sampling, Task, Trajectory, Turn  # noqa: E402
+from mlxrl.types import Group, Logprobs, MicroBatch, Task, Trajectory, Turn  # noqa: E402
+from models import dense, ready, tokenizer  # noqa: E402
 
 Way = Callable[[], Any]
 
@@ -200,7 +201,7 @@ def _passes(subject: Policy, prompt: int, repeats: int, plain_up_to: int = 400) 
     return {"prompt": prompt, "rows": 8, "tokens": 64, **interleaved(ways, repeats)}
 
 
-def _every_logit(subject: Policy, batch: Minibatch) -> Logprobs:
+def _every_logit(subject: Policy, batch: MicroBatch) -> Logprobs:
     """The pass of a trainer that knows nothing of prefixes: prompts repeated, logits of every position."""
     prompt = batch.prefix.size
     ids = mx.concatenate([mx.broadcast_to(batch.prefix, (batch.tokens.shape[0], prompt)), batch.tokens], axis=1)
@@ -260,11 +261,11 @@ def _peak_of_rows(subject: Policy, tokens: int, rows: int, recompute: bool, weig
     draw = np.random.default_rng(0).integers(9, 300, size=(rows, tokens))
     ones = mx.ones((rows, tokens))
     mask = mx.where(mx.arange(tokens) > 0, ones, 0)
-    batch = Minibatch(mx.array([], mx.int32), mx.array(draw, mx.int32), mask, ones, ones)
+    batch = MicroBatch(mx.array([], mx.int32), mx.array(draw, mx.int32), mask, ones, ones)
 
     def way() -> Any:
         with training(subject.model), recomputed(subject.model) if recompute else nullcontext():
-            return nn.value_and_grad(subject.model, lambda: weight * logprobs(subject, batch).chosen.sum())()
+            return nn.value_and_grad(subject.model, lambda: weight * logprobs(subject, batch).token_logprobs.sum())()
 
     return int(cost(way)["extra"])
 

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from mlxrl.policy.logprobs import logprobs
     from mlxrl.rewards import score
     from mlxrl.rollout.episodes import rollout
+    from mlxrl.settings import Sampling
     from mlxrl.train.evaluate import compare, evaluate
     from mlxrl.train.loop import Step, train
     from mlxrl.train.pack import pack
     from mlxrl.train.step import update
-    from mlxrl.types import Algorithm, Feedback, Minibatch, Sampling, Task, Trajectory, Turn
+    from mlxrl.types import Algorithm, Feedback, MicroBatch, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
 
@@ -31,7 +32,7 @@ __all__ = [
     "Algorithm",
     "Feedback",
     "LoRA",
-    "Minibatch",
+    "MicroBatch",
     "Policy",
     "Sampling",
     "Step",
@@ -72,7 +73,8 @@ _HOMES = {
     "mlxrl.train.loop": ("Step", "train"),
     "mlxrl.train.pack": ("pack",),
     "mlxrl.train.step": ("update",),
-    "mlxrl.types": ("Algorithm", "Feedback", "Minibatch", "Sampling", "Task", "Trajectory", "Turn"),
+    "mlxrl.settings": ("Sampling",),
+    "mlxrl.types": ("Algorithm", "Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
 }
 
 

@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import mlx.core as mx
 
+from mlxrl.settings import Sampling
+
 Message: TypeAlias = Mapping[str, Any]
 Metrics: TypeAlias = dict[str, Any]
 Stop = Literal["eos", "length", "done", "turns", "error"]
@@ -26,123 +28,65 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenDetails:
+    """What belongs to the sampled tokens of a turn besides their log-probs, each where it applies.
+
+    forced: positions in `Turn.tokens` of tokens that the model did not choose, as those that close a thinking block
+        whose budget is spent. They are read like an observation and are no part of the loss.
+    filtered_mass: where filters were on, the probability that they removed at each token: it was drawn with its
+        log-prob less log(1 - filtered_mass), where no penalty or processor changed the rest.
+    top_ids, top_logprobs: ids and log-probs of the most likely tokens at each position, the most likely first.
+    """
+
+    forced: tuple[int, ...] = ()
+    filtered_mass: tuple[float, ...] | None = None
+    top_ids: tuple[tuple[int, ...], ...] | None = None
+    top_logprobs: tuple[tuple[float, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model read since its last action, and what it answered.
+    """What the model read since its last action, what it sampled, and what came back.
 
     observation: token ids that are new to the model in this turn (the whole prompt in the first turn).
-    action: token ids sampled, the stop token included.
-    logprobs: float32 log-prob of each action token, of softmax(logits / temperature).
-    text: the action as text, special tokens left out. It is for rewards and people, never re-encoded.
-    forced: places in `action` of tokens that the model did not choose, as those that close a block of thinking
-        whose budget is spent: they are read like an observation, and are no part of the loss.
-    truncated: where filters were on, the probability they took away at each token: it was drawn with its log-prob
-        less log(1 - truncated), where no penalty or hook changed the rest.
-    candidates, candidate_logprobs: ids and log-probs of the likeliest tokens at each place, the likeliest first.
+    tokens: token ids sampled, the stop token included.
+    logprobs: float32 log-prob of each of them, of softmax(logits / temperature).
+    text: the tokens as text, special tokens left out. It is for rewards and people, never encoded again.
+    details: what else belongs to the tokens.
     state: names the situation in which the action was taken.
     reward: of the action, less what an invalid one costs; invalid: see `Feedback`.
-    seen: what an environment answered before the action, as text for people.
-    fresh: whether the observation is a whole new prompt, because the chat template has rewritten what stood before:
-        the turns from here on are a row of their own. new: how many of its tokens, at its end, begin where the
-        environment's answer does, 0 where that cannot be told.
+    observation_text: what an environment answered before the action, as text for people.
+    history_rewritten: whether the observation is a whole new prompt, because the chat template has rewritten earlier
+        messages: the turns from here on are a sequence of their own.
+    new_suffix: how many tokens, at the end of such an observation, are the environment's answer and what follows it; 0
+        where that cannot be told.
     """
 
     observation: tuple[int, ...]
-    action: tuple[int, ...]
+    tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     text: str = ""
     reward: float = 0.0
     state: Hashable | None = None
-    forced: tuple[int, ...] = ()
-    truncated: tuple[float, ...] | None = None
-    candidates: tuple[tuple[int, ...], ...] | None = None
-    candidate_logprobs: tuple[tuple[float, ...], ...] | None = None
-    seen: str = ""
+    details: TokenDetails = TokenDetails()
+    observation_text: str = ""
     invalid: bool = False
-    fresh: bool = False
-    new: int = 0
+    history_rewritten: bool = False
+    new_suffix: int = 0
 
     @property
-    def chosen(self) -> int:
+    def num_sampled(self) -> int:
         """Tokens that the model chose itself: those that are credited and in the loss."""
-        return len(self.action) - len(self.forced)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn. Temperature comes first, the filters act on the tempered distribution.
-
-    A temperature of 0 is greedy; its log-probs are those of temperature 1. top_p 1, top_k 0 and min_p 0 are off.
-
-    stop_strings: texts that end a row where they are complete, special tokens written out.
-    min_tokens: tokens before which no stop ends a row.
-    thinking_budget: tokens that may be thought; then the end of thinking is forced. None for no limit.
-    repetition_penalty, presence_penalty, frequency_penalty: mlx-lm's, on the logits before the temperature, for
-        tokens among the last `penalty_context`, the prompt's included; 1, 0 and 0 are off.
-    candidates: how many of the likeliest tokens are kept at each place, with their log-probs.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop_strings: tuple[str, ...] = ()
-    min_tokens: int = 0
-    thinking_budget: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_context: int = 20
-    candidates: int = 0
-
-    @property
-    def filters(self) -> bool:
-        """Whether unlikely tokens are left out."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
-    @property
-    def penalised(self) -> bool:
-        """Whether earlier tokens change the logits."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @property
-    def softmax_temperature(self) -> float:
-        """The temperature that log-probs are taken at: 1 for greedy decoding."""
-        return self.temperature or 1.0
-
-    def __post_init__(self) -> None:
-        _within("max_tokens", self.max_tokens, 1, None)
-        _within("temperature", self.temperature, 0, None)
-        _within("top_k", self.top_k, 0, None)
-        _within("min_p", self.min_p, 0, 1)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _within("thinking_budget", self.thinking_budget or 0, 0, None)
-        _within("penalty_context", self.penalty_context, 1, None)
-        _within("candidates", self.candidates, 0, None)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling: top_p: wanted more than 0 and at most 1, got {self.top_p}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) < float("inf"):
-                raise ValueError(f"sampling: {name}: wanted a finite number, got {getattr(self, name)}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"sampling: repetition_penalty: wanted more than 0, got {self.repetition_penalty}")
-        if isinstance(self.stop_strings, str) or not all(self.stop_strings):
-            raise ValueError(f"sampling: stop_strings: wanted texts that are not empty, got {self.stop_strings!r}")
-
-
-def _within(name: str, value: float, low: float, high: float | None) -> None:
-    if not (value >= low and (high is None or value <= high) and value != float("inf")):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"sampling: {name}: wanted {bounds}, got {value}")
+        return len(self.tokens) - len(self.details.forced)
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One attempt at a task. `reward` is NaN until it is scored, and where every reward function failed.
+    """One completion of a task, or one episode. `reward` is NaN until it is scored, and where every function failed.
 
     rewards, weights: the parts of the reward by the name of their function, and what each counts in the sum. An
     environment's part is the sum over its turns, under the name "environment", with weight 1.
-    stop: "eos" or "length" as the last action ended; "done" where the environment ended the episode, "turns" where
+    stop: "eos" or "length" as the last turn ended; "done" where the environment ended the episode, "turns" where
     that was the last turn it may have; "error" where the model's logits were not finite, or the environment failed.
     error: how the environment failed, in one line; close_error: how closing it did.
     """
@@ -151,7 +95,7 @@ class Trajectory:
     turns: tuple[Turn, ...]
     reward: float = float("nan")
     stop: Stop = "eos"
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
@@ -164,17 +108,17 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        """Tokens of the completion, over all turns, forced ones included: what the sampling limit counts."""
-        return sum(len(turn.action) for turn in self.turns)
+        """Tokens sampled over all turns, forced ones included: what the sampling limit counts."""
+        return sum(len(turn.tokens) for turn in self.turns)
 
     @property
-    def chosen(self) -> int:
+    def num_sampled(self) -> int:
         """Tokens that the model chose itself, over all turns: what the denominators of a loss count."""
-        return sum(turn.chosen for turn in self.turns)
+        return sum(turn.num_sampled for turn in self.turns)
 
     @property
     def text(self) -> str:
-        """What the model answered, its turns on lines of their own."""
+        """What the model said, its turns on lines of their own."""
         return "\n".join(turn.text for turn in self.turns)
 
 
@@ -182,100 +126,103 @@ Group: TypeAlias = tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Minibatch:
+class MicroBatch:
     """One forward pass: a shared prefix of P tokens (P may be 0) and B right-padded continuations.
 
-    prefix: [P] int32; tokens: [B, T] int32; mask: [B, T] float32, 1 where the model chose the token itself;
-    advantage, old, reference, rollout, teacher: [B, T] float32, None where nothing needs them.
-    candidates: [B, T, K] int32 ids a teacher is compared at; teacher_candidates, old_candidates: [B, T, K] log-probs
-    of them, the teacher's and those of the weights that sampled. teacher_hidden: [B, T, D] hidden states that the
-    teacher predicts each token from, for a comparison over the whole vocabulary.
-    rows: B numbers, of the trajectory that a row is of, counted over the groups of the step.
-    observed: [B, T] float32, 1 where an environment wrote the token and it is to be predicted; None where none is.
+    prefix: [P] int32; tokens: [B, T] int32; mask: [B, T] float32, 1 where the model chose the token itself.
+    advantages, sampler_logprobs, old_logprobs, reference_logprobs, teacher_logprobs: [B, T] float32, None where nothing
+        needs them. Sampler: as they were when the tokens were drawn; old: of the weights before the update.
+    top_ids: [B, T, K] int32, the ids at which a teacher's distribution is compared; teacher_top_logprobs and
+        old_top_logprobs: [B, T, K], of those ids.
+    teacher_hidden: [B, T, D] hidden states that the teacher predicts each token from.
+    trajectories: B numbers, of the trajectory that a sequence is of, counted over the groups of the step.
+    observation_mask: [B, T] float32, 1 where an environment wrote the token and it is predicted; None where none is.
+    prefix_id: the same for neighbours that carry one prefix, which then runs once; None where the prefix is its own.
     """
 
     prefix: mx.array
     tokens: mx.array
     mask: mx.array
-    advantage: mx.array
-    rollout: mx.array
-    old: mx.array | None = None
-    reference: mx.array | None = None
-    teacher: mx.array | None = None
+    advantages: mx.array
+    sampler_logprobs: mx.array
+    old_logprobs: mx.array | None = None
+    reference_logprobs: mx.array | None = None
+    teacher_logprobs: mx.array | None = None
     temperature: float = 1.0
-    candidates: mx.array | None = None
-    teacher_candidates: mx.array | None = None
-    old_candidates: mx.array | None = None
+    top_ids: mx.array | None = None
+    teacher_top_logprobs: mx.array | None = None
+    old_top_logprobs: mx.array | None = None
     teacher_hidden: mx.array | None = None
-    rows: tuple[int, ...] = ()
-    observed: mx.array | None = None
+    trajectories: tuple[int, ...] = ()
+    observation_mask: mx.array | None = None
+    prefix_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts of a whole optimizer step, made before a row is dropped or the batch is split.
+    """Denominators of a whole optimizer step, counted before a sequence is dropped or the batch is split.
 
-    tokens: those the model chose; rows: trajectories; groups: tasks; max_tokens: the sampling limit of a completion;
-    silent: rows without signal, counted above and not computed. observations: tokens to be predicted that
-    environments wrote.
+    tokens: those the model chose; sequences: trajectories, one more for each rewritten history; groups: tasks;
+    max_tokens: the sampling limit of a completion; without_signal: sequences that are counted above and not computed;
+    observation_tokens: tokens of environments that are predicted.
     """
 
     tokens: int
-    rows: int
+    sequences: int
     groups: int
     max_tokens: int
-    silent: int = 0
-    observations: int = 0
+    without_signal: int = 0
+    observation_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
-    """The minibatches of one optimizer step, the denominators they share, and the groups that they are made of.
+class Batch:
+    """The micro-batches of one optimizer step, the denominators they share, and the groups that they are made of.
 
-    cut: by the number of a row, how many tokens that the model chose were left off its end, being too many.
-    observations: by the number of a row, its tokens to be predicted that an environment wrote, where there are any.
+    dropped_tokens: by the number of a trajectory, how many tokens that the model chose lie beyond the longest sequence.
+    observation_tokens: by the number of a trajectory, its predicted tokens of an environment, where there are any.
     """
 
-    minibatches: tuple[Minibatch, ...]
+    micro_batches: tuple[MicroBatch, ...]
     totals: Totals
     groups: tuple[Group, ...] = ()
-    cut: Mapping[int, int] = field(default_factory=dict[int, int])
-    observations: Mapping[int, int] = field(default_factory=dict[int, int])
+    dropped_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
+    observation_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
 
-    def __iter__(self) -> Iterator[Minibatch]:
-        return iter(self.minibatches)
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.micro_batches)
 
     def __len__(self) -> int:
-        return len(self.minibatches)
+        return len(self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """What a policy pass returns: chosen [B, T] log-prob of each token; entropy [B, T] where it was asked for.
+    """What a policy pass returns: [B, T] log-prob of each token; [B, T] entropy where it was asked for.
 
-    candidates: [B, T, K] log-probs of the minibatch's candidate ids, where it has them.
+    top_logprobs: [B, T, K] log-probs of the micro-batch's top ids, where it has them.
     divergence: [B, T] from the teacher over the whole vocabulary, where that is compared.
-    observed: [B, T] log-prob of each token to be predicted that an environment wrote, where that was asked for.
+    observation_logprobs: [B, T] log-prob of each predicted token of an environment, where that was asked for.
     """
 
-    chosen: mx.array
+    token_logprobs: mx.array
     entropy: mx.array | None = None
-    candidates: mx.array | None = None
+    top_logprobs: mx.array | None = None
     divergence: mx.array | None = None
-    observed: mx.array | None = None
+    observation_logprobs: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Where an algorithm compares more of a distribution with a teacher's than the token that was sampled.
 
-    support: the K likeliest tokens of the "teacher", those of the "student" as they were kept while it sampled
-    (`Turn.candidates`), or the whole "vocabulary".
+    support: the K most likely tokens of the "teacher", those of the "student" as they were kept while it sampled
+    (`TokenDetails.top_ids`), or the whole "vocabulary".
     divergence: of the whole vocabulary: log-probs of student and teacher, [..., V] each, to [...].
     """
 
     support: Literal["teacher", "student", "vocabulary"]
-    k: int = 0
+    num_top: int = 0
     divergence: Callable[[mx.array, mx.array], mx.array] | None = None
 
 
@@ -335,10 +282,10 @@ class Algorithm(Protocol):
         """For every trajectory of every group a float, or a list with a float per sampled token."""
         ...
 
-    def loss(self, new: Logprobs, batch: Minibatch, totals: Totals) -> tuple[mx.array, Metrics]:
-        """A scalar to be summed over the step's minibatches, and metrics.
+    def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, Metrics]:
+        """A scalar to be summed over the step's micro-batches, and metrics.
 
-        Metrics are scalars already divided by the step's totals, so that those of the minibatches add up;
+        Metrics are scalars already divided by the step's totals, so that those of the micro-batches add up;
         names that end in `_max` or `_min` are combined by maximum and minimum instead.
         """
         ...

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models as models_of_mlx_lm
+
 from models import ready
 
 SIZES = {

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from mlx_lm.models import activations as theirs
 from mlx_lm.models import qwen3, switch_layers
-from models import dense, hybrid, moe, tokenizer
 from test_policy import minibatch, moved
 from test_train import assert_same_gradient
 
@@ -15,6 +14,7 @@ from mlxrl.policy.activations import activations, gated, gated_by, lean
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import policy
 from mlxrl.policy.logprobs import logprobs, training
+from models import dense, hybrid, moe, tokenizer
 
 
 def variant(keeping: bool):
@@ -73,11 +73,11 @@ def test_training_passes_use_it_with_the_gradient_of_autodiff(make, monkeypatch)
     weigh = mx.random.normal(batch.tokens.shape, key=mx.random.key(3)) * batch.mask
     before = activations()
     with training(p.model):
-        got = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).chosen * weigh).sum())()
+        got = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).token_logprobs * weigh).sum())()
     assert activations() == before + 2 * len(p.model.layers)
     monkeypatch.setattr(ours, "gated", theirs.swiglu)
     with training(p.model):
-        wanted = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).chosen * weigh).sum())()
+        wanted = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).token_logprobs * weigh).sum())()
     assert got[0].item() == wanted[0].item()
     assert_same_gradient(got[1], wanted[1], 1e-5)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import dense
 from test_train import a_policy
 
 from mlxrl.rollout.episodes import rollout
-from mlxrl.types import Feedback, Sampling, Task
+from mlxrl.settings import Sampling
+from mlxrl.types import Feedback, Task
+from models import dense
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

@@ -29,10 +29,10 @@ from mlxrl.algo import (
 )
 from mlxrl.algo.defaults import CONVENTIONS, DEFAULTS
 from mlxrl.algo.numbers import refuse_number
-from mlxrl.types import Algorithm, Comparison, Logprobs, Minibatch, Task, Totals, Trajectory, Turn
+from mlxrl.types import Algorithm, Comparison, Logprobs, MicroBatch, Task, TokenDetails, Totals, Trajectory, Turn
 
 NAN = float("nan")
-ARRAYS = ("tokens", "mask", "advantage", "rollout", "old", "reference", "teacher")
+ARRAYS = ("tokens", "mask", "advantages", "sampler_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")
 
 
 def attempt(reward: float, tokens: int = 2, stop: Any = "eos", turns: Any = None) -> Trajectory:
@@ -46,11 +46,11 @@ def group(*rewards: float) -> tuple[Trajectory, ...]:
     return tuple(attempt(reward) for reward in rewards)
 
 
-def minibatch(mask: Any, advantage: Any, **changes: Any) -> Minibatch:
+def minibatch(mask: Any, advantage: Any, **changes: Any) -> MicroBatch:
     m = mx.array(mask, dtype=mx.float32)
     tokens = mx.zeros(m.shape, dtype=mx.int32)
-    fields = {"rollout": mx.full(m.shape, -1.0), **changes}
-    return Minibatch(tokens[0, :0], tokens, m, mx.array(advantage) * mx.ones_like(m), **fields)
+    fields = {"sampler_logprobs": mx.full(m.shape, -1.0), **changes}
+    return MicroBatch(tokens[0, :0], tokens, m, mx.array(advantage) * mx.ones_like(m), **fields)
 
 
 def eager_and_compiled(function: Callable[..., Any]) -> list[Callable[..., Any]]:
@@ -109,7 +109,7 @@ def test_sequence_ratio() -> None:
 def test_reductions() -> None:
     # values 1 2 | 3, a masked 100: sum 6; 3 tokens: 2; row means 1.5 and 3: 2.25; constant 2 rows of 4: 0.75
     values, mask = mx.array([[1.0, 2.0], [3.0, 100.0]]), mx.array([[1.0, 1.0], [1.0, 0.0]])
-    totals = Totals(tokens=3, rows=2, groups=1, max_tokens=4)
+    totals = Totals(tokens=3, sequences=2, groups=1, max_tokens=4)
     close(reduce.total(values, mask), 6.0)
     close(reduce.token_mean(values, mask, totals), 2.0)
     close(reduce.sequence_mean(values, mask, totals), 2.25)
@@ -205,7 +205,7 @@ def test_advantages_whitened_over_tokens() -> None:
     found = algo.dr_grpo(whiten=True, whiten_eps=0.0, whiten_ddof=0).advantages(groups)
     close(found[0][:2], [0.75 / 0.1875**0.5, -0.25 / 0.1875**0.5])
     # tokens that were forced on the model are not counted
-    turn = Turn((1,), (2,) * 5, (-1.0,) * 5, forced=(0, 4))
+    turn = Turn((1,), (2,) * 5, (-1.0,) * 5, details=TokenDetails(forced=(0, 4)))
     forced = [(groups[0][0], replace(groups[0][1], turns=(turn,)), groups[0][2])]
     close(algo.dr_grpo(whiten=True, whiten_eps=0.0).advantages(forced), [[1.5, -0.5, 0.0]])
 
@@ -233,7 +233,7 @@ def test_gigpo_credits_steps() -> None:
     close(found[0][0], [0.75, 0.5, 0.5])
     close(found[0][1], [-0.75, -0.75, -0.5])
     # a token that was forced on the model gets nothing
-    forced = replace(second, turns=(replace(second.turns[0], forced=(1,)), second.turns[1]))
+    forced = replace(second, turns=(replace(second.turns[0], details=TokenDetails(forced=(1,))), second.turns[1]))
     close(algo.gigpo(gamma=0.5).advantages([(first, forced)])[0][1], [-0.75, -0.5])
     # the reward of the whole trajectory comes with its last turn where the turns do not have it
     late = replace(first, turns=tuple(replace(turn, reward=0.0) for turn in first.turns))
@@ -279,10 +279,14 @@ def test_correction() -> None:
 def test_effective_sample_size() -> None:
     # weights 2 and 1: (2+1)^2 / (2 (4+1)) = 0.9, whether the two tokens come in one minibatch or in two, and with
     # two tokens of silent rows in the totals
-    totals, recipe = Totals(tokens=4, rows=4, groups=1, max_tokens=1, silent=2), algo.grpo()
+    totals, recipe = Totals(tokens=4, sequences=4, groups=1, max_tokens=1, without_signal=2), algo.grpo()
     old = mx.log(mx.array([[2.0], [1.0]]))
     parts = [
-        recipe.loss(Logprobs(old[rows]), minibatch([[1]], 1.0, rollout=mx.zeros((1, 1)), old=old[rows]), totals)[1]
+        recipe.loss(
+            Logprobs(old[rows]),
+            minibatch([[1]], 1.0, sampler_logprobs=mx.zeros((1, 1)), old_logprobs=old[rows]),
+            totals,
+        )[1]
         for rows in (slice(0, 1), slice(1, 2))
     ]
     added = {
@@ -324,13 +328,13 @@ def test_divergences_of_candidates() -> None:
 def test_distillation_pulls_towards_the_teacher() -> None:
     """A token that the teacher finds likelier gets likelier, in each of the three forms, and the other less likely."""
     new, teacher = mx.array([[-2.0, -1.0]]), mx.array([[-1.0, -2.0]])
-    batch, totals = minibatch([[1, 1]], 0.0, teacher=teacher), Totals(2, 1, 1, 2)
+    batch, totals = minibatch([[1, 1]], 0.0, teacher_logprobs=teacher), Totals(2, 1, 1, 2)
     for term in ("advantage", "loss"):
         recipe = algo.opd(teacher_term=term)
         gradient = mx.grad(lambda x, recipe=recipe: recipe.loss(Logprobs(x), batch, totals)[0])(new)
         assert gradient[0, 0].item() < 0 < gradient[0, 1].item()
     candidates = mx.log(mx.array([[[0.2, 0.5]]]))
-    batch = minibatch([[1]], 0.0, teacher_candidates=mx.log(mx.array([[[0.6, 0.1]]])), candidates=mx.zeros((1, 1, 2)))
+    batch = minibatch([[1]], 0.0, teacher_top_logprobs=mx.log(mx.array([[[0.6, 0.1]]])), top_ids=mx.zeros((1, 1, 2)))
     for divergence in ("forward", "reverse", "jsd", "surrogate"):
         recipe = algo.opd(teacher_term="candidates", teacher_divergence=divergence)
         own = divergence == "surrogate"
@@ -338,7 +342,7 @@ def test_distillation_pulls_towards_the_teacher() -> None:
         assert recipe.needs == {"old", "teacher"} | ({"candidates"} if own else set())
 
         def loss(x: mx.array, recipe: Any = recipe) -> mx.array:
-            return recipe.loss(Logprobs(mx.zeros((1, 1)), candidates=x), batch, Totals(1, 1, 1, 1))[0]
+            return recipe.loss(Logprobs(mx.zeros((1, 1)), top_logprobs=x), batch, Totals(1, 1, 1, 1))[0]
 
         gradient = mx.grad(loss)(candidates)
         assert gradient[0, 0, 0].item() < gradient[0, 0, 1].item()
@@ -347,7 +351,10 @@ def test_distillation_pulls_towards_the_teacher() -> None:
 
 def test_the_teachers_lead_is_over_old_or_new_logprobs() -> None:
     # log-probs: teacher -1, old -2, new -1.5: a lead of 1 or 0.5; ratio exp(0.5) = 1.648721, unclipped
-    new, batch = mx.array([[-1.5]]), minibatch([[1]], 0.0, teacher=mx.array([[-1.0]]), old=mx.array([[-2.0]]))
+    new, batch = (
+        mx.array([[-1.5]]),
+        minibatch([[1]], 0.0, teacher_logprobs=mx.array([[-1.0]]), old_logprobs=mx.array([[-2.0]])),
+    )
     for source, lead in (("old", 1.0), ("new", 0.5)):
         recipe = algo.opd(teacher_from=source, clip=None)
         value, gradient = value_and_gradient(recipe, Logprobs(new, new), batch, Totals(1, 1, 1, 1))
@@ -357,7 +364,7 @@ def test_the_teachers_lead_is_over_old_or_new_logprobs() -> None:
 # Every recipe
 
 
-def example(name: str, columns: int = 3) -> tuple[Any, Logprobs, Minibatch, Totals]:
+def example(name: str, columns: int = 3) -> tuple[Any, Logprobs, MicroBatch, Totals]:
     """A recipe with every extra switched on, and a batch with a gap in a row, an empty row and a zero advantage."""
     options: dict[str, Any] = {"kl": 0.1, "kl_reward": 0.05, "entropy": 0.01, "correction": "truncate"}
     recipe: Any = algo.RECIPES[name](**options)
@@ -367,22 +374,29 @@ def example(name: str, columns: int = 3) -> tuple[Any, Logprobs, Minibatch, Tota
     mask[1, 1:2] = 0
     mask[2] = 0
     advantage = [[1.0], [-1.0], [0.5], [0.0]]
-    batch = minibatch(mask, advantage, old=old, reference=reference, rollout=rollout, teacher=teacher)
+    batch = minibatch(
+        mask,
+        advantage,
+        old_logprobs=old,
+        reference_logprobs=reference,
+        sampler_logprobs=rollout,
+        teacher_logprobs=teacher,
+    )
     return recipe, Logprobs(new, mx.abs(new)), batch, Totals(int(mask.sum()), 4, 2, 16)
 
 
-def value_and_gradient(recipe: Any, new: Logprobs, batch: Minibatch, totals: Totals) -> tuple[mx.array, mx.array]:
+def value_and_gradient(recipe: Any, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, mx.array]:
     def loss(chosen: mx.array) -> mx.array:
         return recipe.loss(Logprobs(chosen, new.entropy), batch, totals)[0]
 
-    return mx.value_and_grad(loss)(new.chosen)
+    return mx.value_and_grad(loss)(new.token_logprobs)
 
 
-def rows_of(new: Logprobs, batch: Minibatch, rows: list[int]) -> tuple[Logprobs, Minibatch]:
+def rows_of(new: Logprobs, batch: MicroBatch, rows: list[int]) -> tuple[Logprobs, MicroBatch]:
     pick = mx.array(rows)
     assert new.entropy is not None
     part = replace(batch, **{name: getattr(batch, name)[pick] for name in ARRAYS})
-    return Logprobs(new.chosen[pick], new.entropy[pick]), part
+    return Logprobs(new.token_logprobs[pick], new.entropy[pick]), part
 
 
 @pytest.mark.parametrize("name", algo.RECIPES)
@@ -397,7 +411,7 @@ def test_splitting_order_and_padding_change_nothing(name: str) -> None:
             close(part, gradient[mx.array(rows)])
     pad = [(0, 0), (0, 7)]
     padded = replace(batch, **{key: mx.pad(getattr(batch, key), pad) for key in ARRAYS})
-    wide = Logprobs(mx.pad(new.chosen, pad, constant_values=-300.0), mx.pad(new.entropy, pad))
+    wide = Logprobs(mx.pad(new.token_logprobs, pad, constant_values=-300.0), mx.pad(new.entropy, pad))
     wider, wider_gradient = value_and_gradient(recipe, wide, padded, totals)
     close(wider, value)
     close(wider_gradient[:, :3], gradient)
@@ -424,7 +438,7 @@ def test_compiled_equals_eager(name: str, columns: int) -> None:
         part = replace(batch, prefix=mx.array([0]), **given)
         return mx.value_and_grad(lambda x: recipe.loss(Logprobs(x, entropy), part, totals))(chosen)
 
-    found = [function(new.chosen, new.entropy, given) for function in eager_and_compiled(both)]
+    found = [function(new.token_logprobs, new.entropy, given) for function in eager_and_compiled(both)]
     ((value, metrics), gradient), ((compiled, more), compiled_gradient) = found
     close(compiled, value)
     close(compiled_gradient, gradient)
@@ -438,10 +452,17 @@ def test_extremes_stay_finite(name: str) -> None:
     """Log-probs of exactly 0, ratios beyond float32, nothing to learn from, no tokens at all."""
     recipe, new, batch, totals = example(name)
     zero, far = mx.zeros_like(batch.mask), mx.full(batch.mask.shape, -200.0)
-    same = {"old": zero, "reference": zero, "teacher": zero, "rollout": zero}
-    apart = {"old": far, "reference": far, "teacher": far, "rollout": far}
-    lonely = {"old": None, "rollout": far, "reference": far}
-    for changes in (same, apart, lonely, {"mask": zero}, {"advantage": zero, "old": None}, {"mask": zero, **apart}):
+    same = {"old_logprobs": zero, "reference_logprobs": zero, "teacher_logprobs": zero, "sampler_logprobs": zero}
+    apart = {"old_logprobs": far, "reference_logprobs": far, "teacher_logprobs": far, "sampler_logprobs": far}
+    lonely = {"old_logprobs": None, "sampler_logprobs": far, "reference_logprobs": far}
+    for changes in (
+        same,
+        apart,
+        lonely,
+        {"mask": zero},
+        {"advantages": zero, "old_logprobs": None},
+        {"mask": zero, **apart},
+    ):
         changed = replace(batch, **changes)
         for chosen in (zero, far):
             (value, metrics), gradient = mx.value_and_grad(
@@ -456,12 +477,12 @@ def test_a_better_token_gets_likelier(name: str) -> None:
     """Going down the loss raises the log-prob of what was rewarded, and lowers the other's; with no `old`, rho = 1."""
     recipe = algo.RECIPES[name]()
     new = mx.array([[-1.0, -1.0], [-1.0, -1.0]])
-    batch = minibatch([[1, 1], [1, 1]], [[1.0], [-1.0]], teacher=new)
+    batch = minibatch([[1, 1], [1, 1]], [[1.0], [-1.0]], teacher_logprobs=new)
     totals = Totals(4, 2, 1, 2)
     value, gradient = value_and_gradient(recipe, Logprobs(new), batch, totals)
     assert (gradient[0] < 0).all()
     assert (gradient[1] > 0).all()
-    again, same = value_and_gradient(recipe, Logprobs(new), replace(batch, old=new), totals)
+    again, same = value_and_gradient(recipe, Logprobs(new), replace(batch, old_logprobs=new), totals)
     close(again, value)
     close(same, gradient)
 
@@ -561,10 +582,12 @@ def test_unscorable_attempts_are_left_out(name: str) -> None:
 def test_metrics_of_a_loss() -> None:
     # two tokens, r = 1.5 (A = 1, above 1.28) and 1: mean 1.25; the totals count four tokens, two of them silent
     old = mx.log(mx.array([[1.0, 1.0]]))
-    batch = minibatch([[1, 1]], 1.0, old=old, reference=old, rollout=old)
+    batch = minibatch([[1, 1]], 1.0, old_logprobs=old, reference_logprobs=old, sampler_logprobs=old)
     recipe = algo.dapo(kl=0.5)
     new = Logprobs(mx.log(mx.array([[1.5, 1.0]])))
-    shown = algo.finish(recipe.loss(new, batch, Totals(tokens=4, rows=2, groups=1, max_tokens=2, silent=1))[1])
+    shown = algo.finish(
+        recipe.loss(new, batch, Totals(tokens=4, sequences=2, groups=1, max_tokens=2, without_signal=1))[1]
+    )
     close(shown["policy/ratio_mean"], 1.25)
     close(shown["policy/ratio_max"], 1.5)
     close(shown["policy/clip_high"], 0.25)

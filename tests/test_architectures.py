@@ -10,7 +10,6 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import falcon_h1, gpt_oss, kimi_linear, mamba2, nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
-from models import moe, ready, tokenizer
 from test_policy import by_hand, minibatch, moved
 from test_train import made
 
@@ -21,6 +20,7 @@ from mlxrl.policy.load import Policy, policy
 from mlxrl.policy.logprobs import logprobs, training
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient, update
+from models import moe, ready, tokenizer
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -120,7 +120,7 @@ def test_values_and_gradients_equal_those_of_a_plain_forward(make, prefix):
     weight = mx.random.normal(batch.tokens.shape, key=mx.random.key(3)) * batch.mask
     before = engaged()
     with training(p.model):
-        got = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).chosen * weight).sum())()
+        got = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).token_logprobs * weight).sum())()
     assert (engaged() > before) == (make in GATED)
     p.model.train()
     wanted = nn.value_and_grad(p.model, lambda: (by_hand(p.model, batch) * weight).sum())()

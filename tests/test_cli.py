@@ -16,13 +16,14 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlxrl.cli import main
+from mlxrl.files import read_lines
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import load
-from mlxrl.runs.lines import read_lines
+from mlxrl.settings import Sampling
 from mlxrl.train import loop
 from mlxrl.train.evaluate import Evaluation
 from mlxrl.train.teacher import Teacher
-from mlxrl.types import Sampling, Task, Trajectory, Turn
+from mlxrl.types import Task, Trajectory, Turn
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -169,8 +170,11 @@ def test_every_setting_arrives(folder, monkeypatch):
         "rollout.max_draws": 4, "train.minibatches": 3, "train.recompute": "true",
     }  # fmt: skip
     assert train(folder, *(f"{key}={value}" for key, value in settings.items())) == 0
-    rules = (("\n",), 2, 5, 1.125, 0.625, 0.1875, 6)
-    sampling = Sampling(9, 0.75, 0.875, 11, 0.125, *rules)
+    rules = {
+        "stop_strings": ("\n",), "min_tokens": 2, "thinking_budget": 5, "repetition_penalty": 1.125,
+        "presence_penalty": 0.625, "frequency_penalty": 0.1875, "penalty_context": 6,
+    }  # fmt: skip
+    sampling = Sampling(max_tokens=9, temperature=0.75, top_p=0.875, top_k=11, min_p=0.125, **rules)
     policy, rows, algorithm = (seen["train"].pop(place) for place in range(3))
     (function,) = seen["train"].pop("reward")
     shape, judge = seen["train"].pop("shape"), seen["train"].pop("teacher")
@@ -198,7 +202,8 @@ def test_every_setting_arrives(folder, monkeypatch):
     }  # fmt: skip
     assert (seen["evaluate"].pop(0), len(seen["evaluate"].pop(1)), seen["evaluate"].pop(2)) == (policy, 8, [function])
     assert seen["evaluate"] == {
-        "sampling": Sampling(9, 0.375, 1.0, 0, 0.0, *rules), "weights": (0.5,), "max_rows": 13, "thinking": True,
+        "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules), 
+        "weights": (0.5,), "max_rows": 13, "thinking": True,
         "seed": 5,
     }  # fmt: skip
     assert seen["render"]["thinking"] is True

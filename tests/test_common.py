@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from models import dense, hybrid, moe, tokenizer
 from test_rollout import alone
 
 from mlxrl.policy.load import policy
@@ -12,7 +11,8 @@ from mlxrl.rollout.decode import Loop
 from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
 from mlxrl.rollout.sampling import key_of
-from mlxrl.types import Sampling
+from mlxrl.settings import Sampling
+from models import dense, hybrid, moe, tokenizer
 
 SYSTEM = tuple(9 + i % 50 for i in range(90))
 PROMPTS = [(*SYSTEM, 100 + n, *range(110, 110 + extra)) for n, extra in enumerate((3, 0, 7, 1, 5))]

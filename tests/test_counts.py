@@ -13,16 +13,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from models import dense
 from test_train import a_policy, made
 
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy import logprobs as module
 from mlxrl.policy.load import Policy
+from mlxrl.settings import Sampling
 from mlxrl.train.loop import train
 from mlxrl.train.pack import pack
 from mlxrl.train.step import update
-from mlxrl.types import Pack, Sampling, Task
+from mlxrl.types import Batch, Task
+from models import dense
 
 LONG = "a prompt that is long enough for its rows to share it in one pass, and then some more words"
 
@@ -48,7 +49,7 @@ def counted(monkeypatch) -> tuple[Policy, list[int], list[int]]:
     return dataclasses.replace(p, head=dataclasses.replace(p.head, trunk=counting)), read, positions
 
 
-def least(batch: Pack) -> int:
+def least(batch: Batch) -> int:
     """Tokens of one pass over a batch, its padding included."""
     prefixes = {id(m.prefix): m.prefix.size for m in batch}
     return sum(prefixes.values()) + sum(m.tokens.shape[0] * (m.tokens.shape[1] - 1) for m in batch)
@@ -87,7 +88,7 @@ def test_rows_without_signal_are_not_run_and_still_counted(counted):
     flat, mixed = made([0.3] * 4, seed=1), made([1.0, 0.0, 0.0, 0.0], seed=2)
     batch = pack([flat, mixed], algo)
     update(p, optim.SGD(1e-3), batch, algo)
-    assert batch.totals.rows == 8
+    assert batch.totals.sequences == 8
     assert sum(read) == least(pack([mixed], algo))
     read.clear()
     metrics = update(p, optim.SGD(1e-3), pack([flat], algo), algo)

@@ -11,7 +11,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from models import dense, tokenizer
 from test_policy import moved
 from test_train import a_policy, assert_same_gradient, flat, length, made
 
@@ -22,11 +21,13 @@ from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import Policy, policy
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.rollout.render import render
+from mlxrl.settings import Sampling
 from mlxrl.train.loop import train
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient, update
 from mlxrl.train.teacher import Teacher, hinted, teacher_of
-from mlxrl.types import Group, Pack, Sampling, Task
+from mlxrl.types import Batch, Group, Task, TokenDetails
+from models import dense, tokenizer
 
 TERMS: list[dict[str, Any]] = [
     {"teacher_term": "advantage"},
@@ -59,9 +60,9 @@ def with_tasks(group: Group, seed: int = 0, k: int = 8) -> Group:
 
     def own(one: Any) -> Any:
         (turn,) = one.turns
-        kept = tuple(tuple(draw.permutation(300)[:k].tolist()) for _ in turn.action)
+        kept = tuple(tuple(draw.permutation(300)[:k].tolist()) for _ in turn.tokens)
         return dataclasses.replace(
-            one, task=task, turns=(dataclasses.replace(turn, observation=prompt, candidates=kept),)
+            one, task=task, turns=(dataclasses.replace(turn, observation=prompt, details=TokenDetails(top_ids=kept)),)
         )
 
     return tuple(own(one) for one in group)
@@ -73,16 +74,16 @@ def whole(p: Policy, prompt: tuple[int, ...], action: tuple[int, ...]) -> mx.arr
     return distributions.log_softmax(logits)
 
 
-def rows(batch: Pack, name: str) -> dict[int, np.ndarray]:
+def rows(batch: Batch, name: str) -> dict[int, np.ndarray]:
     """By row, the values at its chosen tokens."""
     found: dict[int, np.ndarray] = {}
     for m in batch:
-        for place, row in enumerate(m.rows):
+        for place, row in enumerate(m.trajectories):
             found[row] = np.array(getattr(m, name))[place][np.array(m.mask)[place] > 0]
     return found
 
 
-def a_batch(algorithm: Any, size: int = 4) -> Pack:
+def a_batch(algorithm: Any, size: int = 4) -> Batch:
     """One group; of 4 attempts it shares its prompt, of 2 it does not."""
     return pack([with_tasks(made([1.0, 0.0, 0.5, 0.2][:size], lengths=[3, 5, 2, 4][:size]))], algorithm)
 
@@ -101,13 +102,13 @@ def test_the_teacher_is_forced_on_the_same_tokens_under_its_own_prompt(size):
         assert judge is not None
         filled = fill(p, batch, frozenset({"teacher", "reference"} if given == "base" else {"teacher"}), teacher=judge)
         with judge.seated():
-            for row, got in rows(filled, "teacher").items():
-                action = groups[0][row].turns[0].action
+            for row, got in rows(filled, "teacher_logprobs").items():
+                action = groups[0][row].turns[0].tokens
                 wanted = distributions.gather(whole(judge.policy, prompts[hint], action), mx.array(action))
                 np.testing.assert_allclose(got, np.array(wanted), rtol=1e-5, atol=2e-5)
         if (given, hint) == ("base", None):
             for m in filled:
-                assert mx.array_equal(m.teacher, m.reference)
+                assert mx.array_equal(m.teacher_logprobs, m.reference_logprobs)
 
 
 @pytest.mark.parametrize("options", TERMS[2:], ids=lambda o: "-".join(map(str, o.values())))
@@ -119,13 +120,13 @@ def test_comparisons_are_those_of_all_logits_at_once(options, monkeypatch):
     filled = fill(p, batch, frozenset({"teacher"}), algo=algorithm, teacher=Teacher(other))
     metrics, got = gradient(p, filled, algorithm, Teacher(other))
     group, tokens = batch.groups[0], batch.totals.tokens
-    ids = None if options["teacher_term"] == "vocabulary" else rows(filled, "candidates")
+    ids = None if options["teacher_term"] == "vocabulary" else rows(filled, "top_ids")
 
     def loss() -> mx.array:
         total = mx.array(0.0)
         for row, one in enumerate(group):
             (turn,) = one.turns
-            pair = [whole(model, one.prompt, turn.action) for model in (p, other)]
+            pair = [whole(model, one.prompt, turn.tokens) for model in (p, other)]
             if ids is not None:
                 pair = [distributions.gather(logp, mx.array(ids[row])) for logp in pair]
             total = total + term(options, *pair).sum()
@@ -136,8 +137,8 @@ def test_comparisons_are_those_of_all_logits_at_once(options, monkeypatch):
     assert_same_gradient(got, wanted, 2e-4)
     if options.get("teacher_divergence") != "surrogate":
         assert metrics["policy/teacher_kl"] == pytest.approx(value.item(), rel=1e-4)
-    if ids is not None and filled.minibatches[0].candidates is not None and algorithm.comparison.support == "teacher":
-        best = np.argsort(-np.array(whole(other, group[0].prompt, group[0].turns[0].action)), axis=-1)[:, :8]
+    if ids is not None and filled.micro_batches[0].top_ids is not None and algorithm.comparison.support == "teacher":
+        best = np.argsort(-np.array(whole(other, group[0].prompt, group[0].turns[0].tokens)), axis=-1)[:, :8]
         assert [set(own) for own in ids[0].tolist()] == [set(own) for own in best.tolist()]
 
 
@@ -179,7 +180,7 @@ def test_every_form_brings_the_student_closer(options):
     def gap() -> float:
         """KL(student || teacher) at the tokens of the batch."""
         found = [
-            distill.reverse_kl(*(whole(model, one.prompt, one.turns[0].action) for model in (p, other))).mean()
+            distill.reverse_kl(*(whole(model, one.prompt, one.turns[0].tokens) for model in (p, other))).mean()
             for one in batch.groups[0]
         ]
         return float(mx.stack(found).mean())
@@ -196,13 +197,13 @@ def test_candidates_and_old_logprobs_survive_several_updates():
     algorithm = recipe(teacher_term="candidates", teacher_divergence="surrogate")
     batch = fill(p, a_batch(algorithm), algorithm.needs | {"old"}, algo=algorithm, teacher=Teacher(other))
     (m,) = batch
-    assert mx.array_equal(m.old, logprobs(p, m).chosen)
+    assert mx.array_equal(m.old_logprobs, logprobs(p, m).token_logprobs)
     first = gradient(p, batch, algorithm, Teacher(other))
     update(p, optim.SGD(1.0), batch, algorithm, teacher=other, max_grad_norm=1e9)
-    again = logprobs(p, m, candidates=m.candidates).chosen
-    assert mx.abs(again - m.old_candidates).max().item() > 0.01
+    again = logprobs(p, m, candidates=m.top_ids).token_logprobs
+    assert mx.abs(again - m.old_top_logprobs).max().item() > 0.01
     # The weights and gaps are those at sampling time: l = sum_k max(-A r, -A clip r) with r of now over then.
-    wanted = distill.surrogate(again, m.teacher_candidates, (0.2, 0.2), None, (-20.0, 20.0), m.old_candidates)[0]
+    wanted = distill.surrogate(again, m.teacher_top_logprobs, (0.2, 0.2), None, (-20.0, 20.0), m.old_top_logprobs)[0]
     got = gradient(p, batch, algorithm, Teacher(other))[0]
     assert got["policy/loss"] == pytest.approx((wanted * m.mask).sum().item() / batch.totals.tokens, rel=1e-4)
     assert got["policy/loss"] < first[0]["policy/loss"]
@@ -223,7 +224,7 @@ def test_a_reward_is_mixed_in_by_its_weight():
         )
     )
     assert_same_gradient(both, {n: v + flat(rewarded)[n] for n, v in flat(taught).items()}, 1e-4)
-    assert not mx.any(batch[0.0].minibatches[0].advantage).item()
+    assert not mx.any(batch[0.0].micro_batches[0].advantages).item()
 
 
 @pytest.mark.parametrize("term", ["candidates", "vocabulary"])

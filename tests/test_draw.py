@@ -12,9 +12,10 @@ from test_train import a_policy, flat
 
 from mlxrl import algo
 from mlxrl.rollout.sampling import fold
+from mlxrl.settings import Sampling
 from mlxrl.train.draw import draw, draw_key, further_tasks
 from mlxrl.train.loop import train
-from mlxrl.types import Sampling, Task, Trajectory
+from mlxrl.types import Task, Trajectory
 
 TASKS = [Task(name) for name in "abcdefghijklmnop"]
 

@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from models import dense, hybrid, moe, tokenizer
 from test_algo import close
 from test_config import MINIMAL
 from test_train import a_policy, assert_same_gradient, flat, made
@@ -23,12 +22,14 @@ from mlxrl.cli import compose
 from mlxrl.environments import Maze, maze_tasks
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.rollout.turns import go_on, open_chat
+from mlxrl.settings import Sampling
 from mlxrl.train.loop import train
 from mlxrl.train.pack import pack
 from mlxrl.train.parts import parts
 from mlxrl.train.step import fill, gradient, update
 from mlxrl.train.teacher import Teacher
-from mlxrl.types import Group, Logprobs, Minibatch, Sampling, Totals, Trajectory, Turn
+from mlxrl.types import Group, Logprobs, MicroBatch, TokenDetails, Totals, Trajectory, Turn
+from models import dense, hybrid, moe, tokenizer
 
 
 def episodes(rewards: list[float], *, prompt: int = 90, seed: int = 0, read: tuple[int, ...] = (3, 2)) -> Group:
@@ -54,16 +55,18 @@ def test_the_loss_of_two_observed_tokens() -> None:
         def advantages(self, groups: Any) -> Any:
             return [[0.0] * len(group) for group in groups]
 
-        def loss(self, new: Logprobs, batch: Minibatch, totals: Totals) -> Any:
-            return new.chosen.sum(), {"policy/loss": new.chosen.sum()}
+        def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> Any:
+            return new.token_logprobs.sum(), {"policy/loss": new.token_logprobs.sum()}
 
     zeros = mx.zeros((1, 4))
     observed = mx.array([[0.0, 1.0, 1.0, 0.0]])
-    batch = Minibatch(zeros[0, :0], zeros.astype(mx.int32), zeros, zeros, zeros, observed=observed)
+    batch = MicroBatch(zeros[0, :0], zeros.astype(mx.int32), zeros, zeros, zeros, observation_mask=observed)
     chosen = mx.array([[1.0, 0.0, 0.0, 0.0]])
 
     def loss(read: mx.array) -> Any:
-        return with_echo(Nothing(), 0.2).loss(Logprobs(chosen, observed=read), batch, Totals(1, 1, 1, 4, 0, 3))
+        return with_echo(Nothing(), 0.2).loss(
+            Logprobs(chosen, observation_logprobs=read), batch, Totals(1, 1, 1, 4, 0, 3)
+        )
 
     read = mx.array([[float("nan"), -0.5, -0.25, float("nan")]])
     (value, metrics), slope = mx.value_and_grad(loss)(read)
@@ -84,18 +87,24 @@ def test_what_is_observed_and_counted(prompt: int) -> None:
     first = dataclasses.replace(first, turns=tuple(turns))
     group = (first, second, dataclasses.replace(second, stop="error"))
     batch = pack([group], with_echo(algo.grpo(), 0.1, skip=[7]))
-    assert (batch.totals.observations, batch.totals.silent, batch.observations) == (9, 1, {0: 4, 1: 5})
+    assert (batch.totals.observation_tokens, batch.totals.without_signal, batch.observation_tokens) == (
+        9,
+        1,
+        {0: 4, 1: 5},
+    )
     (m,) = batch
     front = 0 if m.prefix.size else prompt
-    row = m.rows.index(0)
-    assert m.observed[row].tolist()[front:][:16] == [0] * 4 + [1] * 2 + [0] * 4 + [1] * 2 + [0] * 4
-    assert float(m.observed.sum()) == 9
-    assert float((m.observed * m.mask).sum()) == 0
+    row = m.trajectories.index(0)
+    assert m.observation_mask[row].tolist()[front:][:16] == [0] * 4 + [1] * 2 + [0] * 4 + [1] * 2 + [0] * 4
+    assert float(m.observation_mask.sum()) == 9
+    assert float((m.observation_mask * m.mask).sum()) == 0
     plain = pack([group], algo.grpo())
-    assert (len(plain), plain.totals.observations, plain.totals.silent) == (0, 0, 3)
+    assert (len(plain), plain.totals.observation_tokens, plain.totals.without_signal) == (0, 0, 3)
     # A forced token is not the environment's.
-    forced = dataclasses.replace(second, turns=(dataclasses.replace(second.turns[0], forced=(1,)), *second.turns[1:]))
-    assert pack([(first, forced)], with_echo(algo.grpo(), 0.1)).totals.observations == 10
+    forced = dataclasses.replace(
+        second, turns=(dataclasses.replace(second.turns[0], details=TokenDetails(forced=(1,))), *second.turns[1:])
+    )
+    assert pack([(first, forced)], with_echo(algo.grpo(), 0.1)).totals.observation_tokens == 10
 
 
 def test_the_log_probs_are_those_of_the_tokens_after_what_stands_before_them() -> None:
@@ -103,20 +112,20 @@ def test_the_log_probs_are_those_of_the_tokens_after_what_stands_before_them() -
     a = with_echo(algo.grpo(), 0.1)
     for m in pack([group], a):
         found = logprobs(p, m, observed=True)
-        assert found.observed is not None
-        asked = logprobs(p, dataclasses.replace(m, mask=m.observed)).chosen
-        assert mx.array_equal(found.observed, asked)
-        assert mx.array_equal(found.chosen, logprobs(p, m).chosen)
+        assert found.observation_logprobs is not None
+        asked = logprobs(p, dataclasses.replace(m, mask=m.observation_mask)).token_logprobs
+        assert mx.array_equal(found.observation_logprobs, asked)
+        assert mx.array_equal(found.token_logprobs, logprobs(p, m).token_logprobs)
     metrics, _ = gradient(p, pack([group], a), a)
     wanted = 0.0
     for one in group:
-        tokens = [*one.prompt, *one.turns[0].action]
+        tokens = [*one.prompt, *one.turns[0].tokens]
         for turn in one.turns[1:]:
             for token in turn.observation:
                 logits = p.model(mx.array([tokens]))[0, -1]
                 wanted -= (logits[token] - mx.logsumexp(logits)).item() / 10
                 tokens.append(token)
-            tokens += turn.action
+            tokens += turn.tokens
     assert metrics["policy/echo_loss"] == pytest.approx(wanted, rel=1e-5)
 
 
@@ -170,9 +179,9 @@ def test_gradients_do_not_depend_on_passes_padding_or_sharing(make: Any, monkeyp
     def padded(array: Any) -> Any:
         return None if array is None else mx.pad(array, [(0, 0), (0, 9)])
 
-    names = ("tokens", "mask", "advantage", "rollout", "observed")
+    names = ("tokens", "mask", "advantages", "sampler_logprobs", "observation_mask")
     wide = [dataclasses.replace(m, **{name: padded(getattr(m, name)) for name in names}) for m in whole]
-    assert_same_gradient(gradient(p, dataclasses.replace(whole, minibatches=tuple(wide)), a)[1], wanted)
+    assert_same_gradient(gradient(p, dataclasses.replace(whole, micro_batches=tuple(wide)), a)[1], wanted)
     monkeypatch.setattr(sys.modules["mlxrl.train.pack"], "SHARE_FROM", 10**9)
     repeated = pack(groups, a)
     assert {m.prefix.size for m in repeated} == {0}
@@ -196,15 +205,15 @@ def test_parts_and_cut_rows_have_their_own_denominators() -> None:
     groups = [episodes([1.0, 0.0], seed=1), episodes([0.0, 0.0], seed=2, prompt=4, read=(5, 1, 2))]
     batch = fill(p, pack(groups, a), a.needs | {"old"}, algo=a)
     ones = parts(batch, 2, "x")
-    assert sorted(one.totals.observations for one in ones) == [10, 16]
+    assert sorted(one.totals.observation_tokens for one in ones) == [10, 16]
     for one in ones:
         alone = pack(one.groups, a)
-        assert one.totals.observations == alone.totals.observations
+        assert one.totals.observation_tokens == alone.totals.observation_tokens
         assert_same_gradient(gradient(p, one, a)[1], gradient(p, alone, a)[1])
     # The prompt of 90, 3 or 4 tokens, and what was read first; the second observation is cut off.
     cut = pack(groups[:1], a, max_tokens_per_row=98)
-    assert cut.totals.observations == 10
-    assert sum(float(m.observed.sum()) for m in cut) == 6
+    assert cut.totals.observation_tokens == 10
+    assert sum(float(m.observation_mask.sum()) for m in cut) == 6
     assert gradient(p, cut, a)[0]["policy/echo_coefficient"] == pytest.approx(0.5 * 0.6)
 
 
@@ -231,23 +240,23 @@ def test_an_answer_in_a_rewritten_history_is_predicted_too() -> None:
     draw = np.random.default_rng(5)
     prompt = tuple(draw.integers(9, 300, 20).tolist())
     turns = list(first.turns)
-    turns[1] = dataclasses.replace(turns[1], observation=prompt, fresh=True, new=3)
+    turns[1] = dataclasses.replace(turns[1], observation=prompt, history_rewritten=True, new_suffix=3)
     one = dataclasses.replace(first, turns=tuple(turns))
     p, a = a_policy(), with_echo(algo.grpo(), 0.1)
     batch = pack([(one, dataclasses.replace(one, reward=0.0))], a)
-    assert (batch.totals.observations, batch.totals.rows) == (10, 4)
+    assert (batch.totals.observation_tokens, batch.totals.sequences) == (10, 4)
     metrics = gradient(p, batch, a)[0]
     wanted, tokens = 0.0, list(prompt[:17])
-    for read, action in ((prompt[17:], turns[1].action), (turns[2].observation, turns[2].action)):
+    for read, action in ((prompt[17:], turns[1].tokens), (turns[2].observation, turns[2].tokens)):
         for token in read:
             logits = p.model(mx.array([tokens]))[0, -1]
             wanted -= (logits[token] - mx.logsumexp(logits)).item() / 5
             tokens.append(token)
         tokens += action
     assert metrics["policy/echo_loss"] == pytest.approx(wanted, rel=1e-5)
-    turns[1] = dataclasses.replace(turns[1], new=0)
+    turns[1] = dataclasses.replace(turns[1], new_suffix=0)
     unseen = dataclasses.replace(first, turns=tuple(turns))
-    assert pack([(unseen, unseen)], a).totals.observations == 4
+    assert pack([(unseen, unseen)], a).totals.observation_tokens == 4
     # What is not predicted is laid out as ever.
     plain = [
         [m.tokens.tolist() for m in pack([(x, dataclasses.replace(x, reward=0.0))], algo.grpo())] for x in (one, unseen)

@@ -14,7 +14,8 @@ from mlxrl.environments import GuessingGame, Maze, guessing_tasks, maze_tasks, w
 from mlxrl.environments.calculator import calculate, calculator
 from mlxrl.environments.maze import MOVES, beyond, distance, named, placed
 from mlxrl.rollout.episodes import rollout
-from mlxrl.types import Feedback, Sampling, Task
+from mlxrl.settings import Sampling
+from mlxrl.types import Feedback, Task
 
 
 def game(secret: int, **settings: Any) -> GuessingGame:
@@ -168,7 +169,7 @@ def test_a_model_can_play(factory: Any, tasks: list[Task]) -> None:
     assert {len(one.turns) for group in groups for one in group} <= {1, 2, 3}
     credits = algo.gigpo().advantages(groups)
     assert all(
-        len(credit) == one.chosen
+        len(credit) == one.num_sampled
         for group, own in zip(groups, credits, strict=True)
         for one, credit in zip(group, own, strict=True)
     )

@@ -16,11 +16,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from models import TEMPLATE, dense, hybrid, moe, tokenizer
 from test_rollout import moved
 
 from mlxrl import algo
 from mlxrl.cli import main
+from mlxrl.files import read_lines
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import policy
 from mlxrl.policy.logprobs import logprobs
@@ -32,13 +32,14 @@ from mlxrl.rollout.pool import Pool
 from mlxrl.rollout.render import PromptError, render
 from mlxrl.rollout.turns import Chat, go_on, open_chat
 from mlxrl.rollout.worlds import Copying, EpisodeError, fault_of
-from mlxrl.runs.lines import read_lines
+from mlxrl.settings import Sampling
 from mlxrl.show.row import row as shown
 from mlxrl.train.evaluate import evaluate
 from mlxrl.train.loop import Step, train
 from mlxrl.train.pack import minibatch, pack, rows_of, with_prompt
 from mlxrl.train.step import gradient
-from mlxrl.types import Feedback, Sampling, Task
+from mlxrl.types import Feedback, Task
+from models import TEMPLATE, dense, hybrid, moe, tokenizer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic"
 MODELS = [dense, hybrid, moe]
@@ -84,7 +85,7 @@ def play_all(p, environment=Counting, tasks=TASKS, group_size=2, sampling=SHORT,
 
 
 def ids_of(groups):
-    return [[[(turn.observation, turn.action) for turn in one.turns] for one in group] for group in groups]
+    return [[[(turn.observation, turn.tokens) for turn in one.turns] for one in group] for group in groups]
 
 
 def flat(groups):
@@ -177,10 +178,10 @@ def test_tokens_and_log_probs_are_those_of_a_fresh_forward(make, template):
             own = mx.argmax(p.model(mx.array(row.tokens[None]))[0], axis=-1)
             places = np.flatnonzero(row.mask)
             assert np.array(own)[places - 1].tolist() == row.tokens[places].tolist()
-            found = np.array(logprobs(p, minibatch([row])).chosen)[0]
+            found = np.array(logprobs(p, minibatch([row])).token_logprobs)[0]
             assert np.allclose(found[places], row.rollout[places], atol=1e-4)
     assert {len(one.turns) for one in flat(groups)} == {1, 3, 4}
-    lasts = {turn.action[-1] in p.tokenizer.eos_token_ids for one in flat(groups) for turn in one.turns}
+    lasts = {turn.tokens[-1] in p.tokenizer.eos_token_ids for one in flat(groups) for turn in one.turns}
     assert lasts == {True, False}
 
 
@@ -195,12 +196,12 @@ def test_an_episode_of_one_turn_is_a_rollout_bit_for_bit(make):
         played = play_all(p, tasks=tasks, group_size=3, key=3, max_turns=turns)
         assert [one.stop for one in flat(played)] == ["done"] * 9
         for one, other in zip(flat(plain), flat(played), strict=True):
-            assert (one.turns[0].observation, one.turns[0].action) == (other.prompt, other.turns[0].action)
+            assert (one.turns[0].observation, one.turns[0].tokens) == (other.prompt, other.turns[0].tokens)
             assert one.turns[0].logprobs == other.turns[0].logprobs
             assert one.reward == other.reward
         batches = [pack(groups, recipe) for groups in (plain, played)]
         for mine, own in zip(*batches, strict=True):
-            assert all(mx.array_equal(getattr(mine, n), getattr(own, n)) for n in ("tokens", "mask", "advantage"))
+            assert all(mx.array_equal(getattr(mine, n), getattr(own, n)) for n in ("tokens", "mask", "advantages"))
         (metrics, grads), (others, more) = (gradient(p, batch, recipe) for batch in batches)
         assert metrics["policy/loss"] == others["policy/loss"]
         leaves = [tree_flatten(tree) for tree in (grads, more)]
@@ -225,7 +226,7 @@ def test_nobodys_tokens_depend_on_the_others(make, monkeypatch):
         assert ids_of(play_all(p, Slow, group_size=3, max_turns=4, max_rows=rows)) == wanted
         monkeypatch.undo()
     first = rollout(p, TASKS, group_size=3, sampling=SHORT)
-    assert [one.turns[0].action for one in flat(first)] == [one[0][1] for group in wanted for one in group]
+    assert [one.turns[0].tokens for one in flat(first)] == [one[0][1] for group in wanted for one in group]
 
 
 def test_forwards_are_those_that_are_needed(monkeypatch):
@@ -271,7 +272,7 @@ def test_a_turns_state_is_the_one_it_was_taken_in():
         for turn in one.turns:
             places.append(places[-1] + 1 + len(turn.text) % 2)
         assert [turn.state for turn in one.turns] == [one.prompt, *places[1:-1]]
-        assert [turn.seen for turn in one.turns[1:]] == [f"at {place}" for place in places[1:-1]]
+        assert [turn.observation_text for turn in one.turns[1:]] == [f"at {place}" for place in places[1:-1]]
         assert (one.stop, one.reward) == ("done", -float(len(one.turns)))
         assert (one.rewards, one.weights) == ({"environment": one.reward}, {"environment": 1.0})
     first, second = ({one.turns[0].state for one in group} for group in groups)
@@ -285,12 +286,12 @@ def test_episodes_end_at_their_limits():
     (group,) = play_all(p, tasks=tasks, max_turns=2)
     assert [(one.stop, len(one.turns), one.length) for one in group] == [("length", 2, 12)] * 2  # the last was cut
     (group,) = play_all(p, tasks=tasks, max_turns=8, max_episode_tokens=15)
-    assert [[len(turn.action) for turn in one.turns] for one in group] == [[6, 6, 3]] * 2
+    assert [[len(turn.tokens) for turn in one.turns] for one in group] == [[6, 6, 3]] * 2
     assert {one.stop for one in group} == {"length"}
     (group,) = play_all(p, tasks=tasks, max_turns=8)
     for one in group:
         assert one.stop == "length"
-        assert 64 - 20 < sum(len(turn.observation) + len(turn.action) for turn in one.turns) <= 64
+        assert 64 - 20 < sum(len(turn.observation) + len(turn.tokens) for turn in one.turns) <= 64
     (group,) = play_all(p, tasks=[Task("x" * 70)], max_turns=8)
     assert [(one.stop, one.length, one.reward) for one in group] == [("length", 0, 0.0)] * 2
     (group,) = play_all(a_policy(), tasks=tasks, sampling=Sampling(max_tokens=90), max_turns=2)
@@ -316,7 +317,7 @@ def test_texts_of_an_environment_end_its_actions_and_special_tokens_reach_it_whe
     assert all(text.endswith(tuple(letters)) for text in firsts)
     assert all(len(text) < len(one.turns[0].text) for text, one in zip(firsts, plain, strict=True))
     eos = p.tokenizer.eos_token_ids
-    made = [p.tokenizer.decode([i for i in turn.action if i not in eos]) for one in group for turn in one.turns]
+    made = [p.tokenizer.decode([i for i in turn.tokens if i not in eos]) for one in group for turn in one.turns]
     assert sorted(replies) == sorted(made)
     for one in group:  # a text has no stop token behind it, so the template's follows
         assert p.tokenizer.decode(one.turns[1].observation).startswith("<end>\n<user>turn !")
@@ -429,7 +430,7 @@ def test_one_that_fails_ends_its_own_episode():
     assert (metrics["episodes/error"], metrics["episodes/close_errors"]) == (FAULTS["reset"], 0)
     assert (metrics["stops/error"], metrics["reward/failed"]) == (28 / 30, 0)
     for recipe in (algo.rloo(), algo.grpo(), algo.gigpo()):
-        assert {row for part in pack(groups, recipe) for row in part.rows} <= {0, 1}
+        assert {row for part in pack(groups, recipe) for row in part.trajectories} <= {0, 1}
 
 
 def test_where_all_fail_it_is_said_in_a_line():
@@ -667,19 +668,21 @@ def test_a_rewritten_history_is_several_rows_of_one_trajectory():
     groups = score(play_all(p, tasks=[Task("hi", {"turns": 3})], group_size=2, max_turns=3))
     recipe = algo.rloo()
     batch = pack(groups, recipe)
-    assert (batch.totals.rows, batch.totals.silent) == (6, 0)
+    assert (batch.totals.sequences, batch.totals.without_signal) == (6, 0)
     assert batch.totals.tokens == sum(one.length for one in groups[0])
-    assert sorted(row for part in batch for row in part.rows) == [0, 0, 0, 1, 1, 1]
+    assert sorted(row for part in batch for row in part.trajectories) == [0, 0, 0, 1, 1, 1]
     credits = recipe.advantages(groups)[0]
     for part in batch:
-        for place, row in enumerate(part.rows):
+        for place, row in enumerate(part.trajectories):
             mask = np.array(part.mask[place]) > 0
-            assert np.allclose(np.array(part.advantage[place])[mask], credits[row])
+            assert np.allclose(np.array(part.advantages[place])[mask], credits[row])
             assert np.allclose(
-                np.array(logprobs(p, part).chosen[place])[mask], np.array(part.rollout[place])[mask], atol=1e-4
+                np.array(logprobs(p, part).token_logprobs[place])[mask],
+                np.array(part.sampler_logprobs[place])[mask],
+                atol=1e-4,
             )
     first = groups[0][0]
-    per_token = [float(place) for place in range(first.chosen)]
+    per_token = [float(place) for place in range(first.num_sampled)]
     rows = rows_of(0, first, per_token)
     assert np.concatenate([row.advantage[row.mask > 0] for row in rows]).tolist() == per_token
     split = pack(groups, recipe, tokens_per_pass=1)
@@ -702,10 +705,10 @@ def test_attempts_that_begin_differently_do_not_share_a_prompt():
 
     groups = play_all(a_policy(), Dealt, tasks=[Task("?", {"turns": 2})], group_size=5)
     batch = pack(groups, algo.rloo())
-    ids = [[*one.prompt, *one.turns[0].action, *one.turns[1].observation, *one.turns[1].action] for one in groups[0]]
+    ids = [[*one.prompt, *one.turns[0].tokens, *one.turns[1].observation, *one.turns[1].tokens] for one in groups[0]]
     found = {}
     for part in batch:
-        for row, tokens in zip(part.rows, part.tokens.tolist(), strict=True):
+        for row, tokens in zip(part.trajectories, part.tokens.tolist(), strict=True):
             found[row] = [*part.prefix.tolist(), *tokens][: len(ids[row])]
     assert found == dict(enumerate(ids))
     assert sorted(part.prefix.size > 0 for part in batch) == [True, True]

@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import FAMILIES, family, table
-from models import dense, tokenizer
 from test_rollout import RAGGED, alone, requests
 
 from mlxrl.policy.load import policy
@@ -20,7 +19,8 @@ from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
 from mlxrl.rollout.sampling import key_of
 from mlxrl.rollout.serve import check, service_of
-from mlxrl.types import Sampling
+from mlxrl.settings import Sampling
+from models import dense, tokenizer
 
 FALLBACKS = {"gemma2": "equal", "llama4": "equal", "nemotron_h": "slots"}
 LIMITS = [6, 3, 5, 6]

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta as module
-from models import hybrid, tokenizer
 from test_policy import by_hand, minibatch, moved
 
 from mlxrl.policy import gated_delta as ours
@@ -22,6 +21,7 @@ from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.gated_delta import chunked, engaged, gated_delta
 from mlxrl.policy.load import policy
 from mlxrl.policy.logprobs import logprobs, training
+from models import hybrid, tokenizer
 
 ORACLES = Path(os.environ.get("MLXRL_ORACLES", Path(__file__).parent / "oracles"))
 CASES = sorted(ORACLES.glob("gated_delta__*.npz"))
@@ -210,7 +210,7 @@ def test_training_passes_use_it_and_nothing_else_does():
     mx.eval(p.model(mx.array([[1, 2, 3]])))
     assert engaged() == before
     with training(p.model):
-        mx.eval(logprobs(p, batch).chosen)
+        mx.eval(logprobs(p, batch).token_logprobs)
     assert engaged() == before + 4  # two linear layers, for the prefix and for the rows
     assert module.gated_delta_ops is loop
 
@@ -222,7 +222,7 @@ def test_gradients_through_the_shared_prefix_equal_those_of_the_loop(prefix, tok
     batch = minibatch(prefix, tokens)
     weight = mx.random.normal(batch.tokens.shape, key=mx.random.key(3)) * batch.mask
     with training(p.model):
-        got = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).chosen * weight).sum())()
+        got = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).token_logprobs * weight).sum())()
     p.model.train()
     wanted = nn.value_and_grad(p.model, lambda: (by_hand(p.model, batch) * weight).sum())()
     assert got[0].item() == pytest.approx(wanted[0].item(), rel=1e-4)

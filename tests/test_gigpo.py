@@ -125,7 +125,7 @@ def test_advantages_stand_on_the_tokens_of_their_turns() -> None:
     first = attempt(1.0, turns=[("a", 0.0, 1), ("b", 1.0, 2)])
     second = attempt(0.0, turns=[("a", 0.0, 1), ("b", 0.0, 2)])
     (m,) = pack([(first, second)], algo.gigpo(gamma=0.5))
-    assert m.rows == (0, 1)
+    assert m.trajectories == (0, 1)
     # A_E 0.5; in "a" (0.5, 0) gives 0.25, in "b" (1, 0) gives 0.5. The prompt of one token stands in front.
-    close(m.advantage, np.array([[0, 0.75, 0, 1.0, 1.0], [0, -0.75, 0, -1.0, -1.0]]))
+    close(m.advantages, np.array([[0, 0.75, 0, 1.0, 1.0], [0, -0.75, 0, -1.0, -1.0]]))
     assert mx.array_equal(m.mask, mx.array([[0, 1, 0, 1, 1]] * 2))

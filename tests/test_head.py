@@ -13,7 +13,6 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import cohere, falcon_h1, gemma2, granite
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
-from models import dense, hybrid, moe, ready, tokenizer
 from test_policy import minibatch, moved
 
 from mlxrl.policy import head as module
@@ -21,6 +20,7 @@ from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.head import Head, compared, score, scored, split
 from mlxrl.policy.load import policy
 from mlxrl.policy.logprobs import logprobs, training
+from models import dense, hybrid, moe, ready, tokenizer
 
 ORACLES = Path(os.environ.get("MLXRL_ORACLES", Path(__file__).parent / "oracles"))
 CASES = sorted(ORACLES.glob("logprobs__*.npz"))
@@ -224,7 +224,7 @@ def test_a_trained_head_and_its_embedding_get_the_whole_gradient():
     batch = minibatch(4)
 
     def ours():
-        return logprobs(p, batch).chosen.sum()
+        return logprobs(p, batch).token_logprobs.sum()
 
     def plain():
         ids = mx.concatenate([mx.broadcast_to(batch.prefix, (3, 4)), batch.tokens], axis=1)

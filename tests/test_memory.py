@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from models import dense, hybrid, tokenizer
 from test_policy import minibatch
 from test_train import made
 
@@ -23,6 +22,7 @@ from mlxrl.policy.logprobs import logprobs, training
 from mlxrl.policy.recompute import recomputed
 from mlxrl.train.pack import pack
 from mlxrl.train.step import update
+from models import dense, hybrid, tokenizer
 
 
 def peak(run: Callable[[], Any]) -> int:
@@ -69,7 +69,7 @@ def test_with_recomputation_a_layer_more_holds_its_input_and_little_else(make, p
         p = policy(model, tokenizer(), lora=LoRA(rank=2))
 
         def run() -> Any:
-            return nn.value_and_grad(p.model, lambda: logprobs(p, batch).chosen.sum())()
+            return nn.value_and_grad(p.model, lambda: logprobs(p, batch).token_logprobs.sum())()
 
         with training(p.model), recomputed(p.model) if recompute else nullcontext():
             return peak(run)

@@ -7,7 +7,6 @@ from itertools import pairwise
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from models import dense
 from test_distill import rows as chosen
 from test_distill import with_tasks
 from test_train import a_policy, assert_same_gradient, made
@@ -16,14 +15,15 @@ from mlxrl.algo.recipes import grpo, opd
 from mlxrl.train.pack import PASS, SHARE_FROM, _cuts, pack
 from mlxrl.train.step import fill, gradient, update
 from mlxrl.train.teacher import Teacher
-from mlxrl.types import Pack
+from mlxrl.types import Batch
+from models import dense
 
 
 def drawn(rows: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(1, 65, size=rows).tolist()
 
 
-def spent(batch: Pack) -> int:
+def spent(batch: Batch) -> int:
     return sum(m.tokens.size for m in batch) + sum({id(m.prefix): m.prefix.size for m in batch}.values())
 
 
@@ -82,7 +82,7 @@ def test_a_pass_stays_within_its_budget_and_a_single_row_may_exceed_it():
 def test_every_row_is_there_once_in_passes_of_any_size():
     groups = [made([1.0, 0.0] * 4, prompt=prompt, seed=g, lengths=drawn(8, g)) for g, prompt in enumerate((5, 90))]
     for budget in (1, 150, 10_000):
-        rows = [row for m in pack(groups, grpo(), tokens_per_pass=budget) for row in m.rows]
+        rows = [row for m in pack(groups, grpo(), tokens_per_pass=budget) for row in m.trajectories]
         assert sorted(rows) == list(range(16))
 
 
@@ -99,12 +99,12 @@ def test_a_row_that_is_too_long_is_cut_and_says_what_was_lost():
     p, algo = a_policy(dense), grpo()
     group = [made([1.0, 0.0, 0.3], lengths=[4, 10, 30])]
     whole, some, most = (pack(group, algo, max_tokens_per_row=limit) for limit in (120, 100, 92))
-    assert (whole.cut, some.cut, most.cut) == ({}, {2: 20}, {0: 2, 1: 8, 2: 28})
+    assert (whole.dropped_tokens, some.dropped_tokens, most.dropped_tokens) == ({}, {2: 20}, {0: 2, 1: 8, 2: 28})
     assert some.totals == whole.totals
     assert sum(m.mask.sum().item() for m in some) == 24
     assert {m.prefix.size + m.tokens.shape[1] for m in most} == {92}
     none = pack(group, algo, max_tokens_per_row=90)
-    assert (len(none), none.totals.silent, none.cut) == (0, 3, {0: 4, 1: 10, 2: 30})
+    assert (len(none), none.totals.without_signal, none.dropped_tokens) == (0, 3, {0: 4, 1: 10, 2: 30})
     metrics = update(p, optim.SGD(0.0), some, algo)
     assert metrics["policy/cut_tokens"] == 20
     assert "policy/cut_tokens" not in update(p, optim.SGD(0.0), whole, algo)
@@ -127,9 +127,10 @@ def test_a_teacher_judges_what_is_left_of_a_cut_row(size, hint):
         pack([group], algo, max_tokens_per_row=None if limit is None else len(group[0].prompt) + limit)
         for limit in (None, 4)
     )
-    assert sum(cut.cut.values()) == sum(max(n - 4, 0) for n in range(3, 3 + size))
+    assert sum(cut.dropped_tokens.values()) == sum(max(n - 4, 0) for n in range(3, 3 + size))
     wanted, got = (
-        chosen(fill(p, batch, frozenset({"teacher"}), algo=algo, teacher=judge), "teacher") for batch in (whole, cut)
+        chosen(fill(p, batch, frozenset({"teacher"}), algo=algo, teacher=judge), "teacher_logprobs")
+        for batch in (whole, cut)
     )
     for row, values in got.items():
         assert len(values) == min(3 + row, 4)

@@ -12,7 +12,6 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3, qwen3_5, qwen3_moe
-from models import ready, tokenizer
 from test_cli import CONFIG, EXAMPLE, JUDGE
 from test_train import made
 
@@ -28,6 +27,7 @@ from mlxrl.policy.memory import Work, parts
 from mlxrl.policy.shapes import Uncovered, model_of
 from mlxrl.train.pack import pack, widest
 from mlxrl.train.step import update
+from models import ready, tokenizer
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -9,12 +9,12 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding
-from models import dense, hybrid, moe, tokenizer
 
 from mlxrl.policy.adapters import LoRA, adapted, without_adapters
 from mlxrl.policy.load import load, policy
 from mlxrl.policy.logprobs import logprobs, training
-from mlxrl.types import Minibatch
+from mlxrl.types import MicroBatch
+from models import dense, hybrid, moe, tokenizer
 
 MODELS = [dense, hybrid, moe]
 EVERYTHING = (
@@ -33,7 +33,7 @@ def moved(model: nn.Module, seed: int = 1) -> None:
     mx.eval(model.parameters())
 
 
-def minibatch(prefix: int, tokens: int = 7, rows: int = 3, temperature: float = 1.0, prompt: int = 0) -> Minibatch:
+def minibatch(prefix: int, tokens: int = 7, rows: int = 3, temperature: float = 1.0, prompt: int = 0) -> MicroBatch:
     """Random ids; row b has b tokens of padding, and `prompt` tokens that were not sampled in front."""
     mask = np.ones((rows, tokens), np.float32)
     mask[:, :prompt] = 0
@@ -41,13 +41,13 @@ def minibatch(prefix: int, tokens: int = 7, rows: int = 3, temperature: float = 
         mask[row, tokens - row :] = 0
     zeros = mx.zeros((rows, tokens))
     draw = np.random.default_rng(0).integers(9, 300, size=(rows + 1, max(prefix, tokens)))
-    return Minibatch(
+    return MicroBatch(
         mx.array(draw[0, :prefix], mx.int32), mx.array(draw[1:, :tokens], mx.int32), mx.array(mask), zeros, zeros,
         temperature=temperature,
     )  # fmt: skip
 
 
-def by_hand(model: nn.Module, batch: Minibatch) -> mx.array:
+def by_hand(model: nn.Module, batch: MicroBatch) -> mx.array:
     """Log-probs of every row by a plain forward over its whole sequence."""
     rows = []
     for b in range(batch.tokens.shape[0]):
@@ -65,7 +65,7 @@ def test_logprobs_equal_those_of_a_plain_forward(make, prefix, tokens, prompt):
     moved(p.model)
     batch = minibatch(prefix, tokens, rows=min(3, tokens), temperature=0.7, prompt=prompt)
     with training(p.model):
-        assert mx.abs(logprobs(p, batch).chosen - by_hand(p.model, batch)).max().item() < 2e-5
+        assert mx.abs(logprobs(p, batch).token_logprobs - by_hand(p.model, batch)).max().item() < 2e-5
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -77,7 +77,7 @@ def test_gradients_through_the_prefix_equal_those_of_a_plain_forward(make, prefi
     batch = minibatch(prefix, prompt=0 if prefix else 2)
     weight = mx.random.normal(batch.tokens.shape, key=mx.random.key(3)) * batch.mask
     with training(p.model):
-        ours = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).chosen * weight).sum())()[1]
+        ours = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).token_logprobs * weight).sum())()[1]
         plain = nn.value_and_grad(p.model, lambda: (by_hand(p.model, batch) * weight).sum())()[1]
     for (name, got), (_, wanted) in zip(tree_flatten(ours), tree_flatten(plain), strict=True):
         assert mx.abs(wanted).max().item() > 0, name
@@ -91,7 +91,7 @@ def test_entropy_of_a_uniform_head_is_log_vocabulary():
     out = logprobs(p, minibatch(2), entropy=True)
     # 320 equally likely tokens: H = ln 320 = 5.768321, log p = -5.768321
     assert abs(out.entropy[0, 0].item() - 5.768321) < 1e-5
-    assert abs(out.chosen[0, 0].item() + 5.768321) < 1e-5
+    assert abs(out.token_logprobs[0, 0].item() + 5.768321) < 1e-5
     assert out.entropy[2, 6].item() == 0.0  # padding
 
 
@@ -240,9 +240,9 @@ def test_a_quantised_base_agrees_with_its_reference_before_the_first_update(bits
     nn.quantize(model, group_size=32, bits=bits)
     p = policy(model, tokenizer(), lora=LoRA())
     batch = minibatch(4)
-    new = logprobs(p, batch).chosen
+    new = logprobs(p, batch).token_logprobs
     with without_adapters(p):
-        assert mx.array_equal(logprobs(p, batch).chosen, new)
+        assert mx.array_equal(logprobs(p, batch).token_logprobs, new)
     assert new.dtype == mx.float32
     assert all(line.layer == "QuantizedLinear" for line in adapted(model))
 

@@ -9,7 +9,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
-from models import dense, hybrid, moe, tokenizer
 from test_train import flat, made
 
 from mlxrl.algo.recipes import grpo
@@ -18,6 +17,7 @@ from mlxrl.policy.load import Policy, policy
 from mlxrl.policy.prefix import hidden_states
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient, update
+from models import dense, hybrid, moe, tokenizer
 
 BASES = [{"bits": 4, "group_size": 32}, {"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 32, "mode": "mxfp4"}]
 
@@ -38,8 +38,8 @@ def test_train_and_reference_agree_at_step_0_and_a_step_moves_float32_adapters(m
     weights = {n: v for n, v in tree_flatten(p.model.parameters()) if "lora" not in n}
     batch = fill(p, pack([made([1.0, 0.0, 0.4])], algo), frozenset({"old", "reference"}))
     (m,) = batch
-    assert m.old.dtype == m.reference.dtype == mx.float32
-    assert mx.array_equal(m.old, m.reference)
+    assert m.old_logprobs.dtype == m.reference_logprobs.dtype == mx.float32
+    assert mx.array_equal(m.old_logprobs, m.reference_logprobs)
     metrics, found = gradient(p, batch, algo)
     assert metrics["policy/kl"] == 0.0
     assert all(leaf.dtype == mx.float32 for leaf in flat(found).values())

@@ -8,7 +8,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
-from models import dense, hybrid, moe, tokenizer
 from test_architectures import EVERY, a_policy
 from test_policy import minibatch
 from test_train import flat, made
@@ -20,13 +19,14 @@ from mlxrl.policy.logprobs import logprobs, training
 from mlxrl.policy.recompute import forgetful, recomputations, recomputed
 from mlxrl.train.pack import pack
 from mlxrl.train.step import gradient, update
-from mlxrl.types import Minibatch
+from mlxrl.types import MicroBatch
+from models import dense, hybrid, moe, tokenizer
 
 
-def value_and_gradient(p: Policy, batch: Minibatch, recompute: bool) -> tuple[float, dict[str, mx.array]]:
+def value_and_gradient(p: Policy, batch: MicroBatch, recompute: bool) -> tuple[float, dict[str, mx.array]]:
     weight = mx.random.normal(batch.tokens.shape, key=mx.random.key(3)) * batch.mask
     with training(p.model), recomputed(p.model) if recompute else nullcontext():
-        value, found = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).chosen * weight).sum())()
+        value, found = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).token_logprobs * weight).sum())()
         mx.eval(value, found)
     return value.item(), flat(found)
 

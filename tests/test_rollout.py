@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
-from models import dense, hybrid, moe, tokenizer
 
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import policy
@@ -25,7 +24,9 @@ from mlxrl.rollout.rules import Rules
 from mlxrl.rollout.sampling import key_of
 from mlxrl.rollout.serve import service_of
 from mlxrl.rollout.slots import Slots
-from mlxrl.types import Minibatch, Sampling, Task
+from mlxrl.settings import Sampling
+from mlxrl.types import MicroBatch, Task
+from models import dense, hybrid, moe, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("error:.*(is not compiled|decode together|one by one)")
 MODELS = [dense, hybrid, moe]
@@ -211,9 +212,9 @@ def test_log_probs_are_those_of_the_tempered_distribution():
         (group,) = rollout(p, [Task("hello")], group_size=3, sampling=Sampling(max_tokens=9, temperature=0.7), key=1)
         for trajectory in group:
             (turn,) = trajectory.turns
-            ids, ones = mx.array([turn.action]), mx.ones((1, len(turn.action)))
-            batch = Minibatch(mx.array(turn.observation), ids, ones, ones, ones, temperature=0.7)
-            assert np.allclose(logprobs(p, batch).chosen.tolist()[0], turn.logprobs, atol=1e-4)
+            ids, ones = mx.array([turn.tokens]), mx.ones((1, len(turn.tokens)))
+            batch = MicroBatch(mx.array(turn.observation), ids, ones, ones, ones, temperature=0.7)
+            assert np.allclose(logprobs(p, batch).token_logprobs.tolist()[0], turn.logprobs, atol=1e-4)
 
 
 def test_a_compiled_step_uses_the_weights_as_they_are():
@@ -288,7 +289,7 @@ def test_a_task_that_stands_twice_is_two_groups():
     p = policy(dense(), tokenizer(), lora=LoRA())
     first, second = rollout(p, [Task("hi"), Task("hi")], group_size=2, sampling=Sampling(max_tokens=8), key=0)
     assert len(first) == len(second) == 2
-    assert len({t.turns[0].action for t in first + second}) == 4
+    assert len({t.turns[0].tokens for t in first + second}) == 4
 
 
 def test_rendering_uses_the_template_and_its_thinking_switch():

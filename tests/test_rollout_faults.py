@@ -8,7 +8,6 @@ import threading
 
 import mlx.core as mx
 import pytest
-from models import dense, hybrid, tokenizer
 from test_rollout import BARE, GREEDY, RAGGED, Counted, requests
 
 from mlxrl.policy.adapters import LoRA
@@ -21,7 +20,9 @@ from mlxrl.rollout.render import render
 from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
 from mlxrl.rollout.sampling import key_of
-from mlxrl.types import Sampling, Task
+from mlxrl.settings import Sampling
+from mlxrl.types import Task
+from models import dense, hybrid, tokenizer
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -102,8 +103,8 @@ def test_ctrl_c_keeps_the_rows_that_had_ended_and_restores_the_adapters():
     kept = [t for group in caught.value.groups for t in group]
     assert len(caught.value.groups) == 2
     assert 0 < len(kept) < 16
-    full = {t.turns[0].action for group in whole for t in group}
-    assert all(t.turns[0].action in full and t.stop in ("eos", "length") for t in kept)
+    full = {t.turns[0].tokens for group in whole for t in group}
+    assert all(t.turns[0].tokens in full and t.stop in ("eos", "length") for t in kept)
     assert not any(isinstance(module, FusedLinear) for _, module in p.model.named_modules())
     assert rollout(p, tasks, group_size=8, sampling=sampling, key=5) == whole
 

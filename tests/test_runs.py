@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from mlxrl.files import append_line, read_lines
 from mlxrl.runs import facts
 from mlxrl.runs import folder as folder_module
 from mlxrl.runs.folder import create, free_folder, refuse_taken
-from mlxrl.runs.lines import append_line, read_lines
 from mlxrl.runs.stop import Stop
 from mlxrl.types import Task, Trajectory, Turn
 
@@ -84,7 +84,7 @@ def test_a_torn_line_costs_itself_only(tmp_path):
 def test_lines_survive_a_kill(tmp_path):
     path = tmp_path / "a.jsonl"
     code = (
-        "from pathlib import Path\nfrom mlxrl.runs.lines import append_line\n"
+        "from pathlib import Path\nfrom mlxrl.files import append_line\n"
         f"i = 0\nwhile True:\n    append_line(Path({str(path)!r}), {{'i': i, 'text': 'x' * 5000}})\n    i += 1\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1])

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
-from models import dense, tokenizer
 from test_rollout import GREEDY, RAGGED, requests
 
 from mlxrl.policy.adapters import LoRA
@@ -18,7 +17,9 @@ from mlxrl.rollout.decode import decode
 from mlxrl.rollout.episodes import rollout, rules_of
 from mlxrl.rollout.rules import Rules, blank, draw
 from mlxrl.rollout.sampling import fold, key_of, sample
-from mlxrl.types import Sampling, Task
+from mlxrl.settings import Sampling
+from mlxrl.types import Task
+from models import dense, tokenizer
 
 
 def keys(count: int, seed: int = 0) -> mx.array:
@@ -167,7 +168,7 @@ def test_every_eos_of_the_tokenizer_stops_and_the_one_sampled_is_kept():
     ids = {p.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("<eos>", "<end>")}
     assert set(rules_of(p.tokenizer, Sampling()).stops) == ids
     groups = rollout(p, [Task("hi")] * 4, group_size=32, sampling=Sampling(max_tokens=40), key=3)
-    ended = [t.turns[0].action for group in groups for t in group if t.stop == "eos"]
+    ended = [t.turns[0].tokens for group in groups for t in group if t.stop == "eos"]
     assert {action[-1] for action in ended} == ids
     assert all(not ids & set(action[:-1]) for action in ended)
 
@@ -260,10 +261,10 @@ class TestThinking:
         (group,) = rollout(p, [Task("hi")], group_size=8, sampling=sampling)  # the template opens a block
         for trajectory in group:
             (turn,) = trajectory.turns
-            if len(turn.action) > 4 and 8 not in turn.action[:4]:
-                assert turn.forced == (4,)
-                assert turn.action[4] == 8
-        assert any(trajectory.turns[0].forced for trajectory in group)
+            if len(turn.tokens) > 4 and 8 not in turn.tokens[:4]:
+                assert turn.details.forced == (4,)
+                assert turn.tokens[4] == 8
+        assert any(trajectory.turns[0].details.forced for trajectory in group)
 
         class Plain:
             has_thinking, eos_token_ids = False, (2,)
@@ -274,22 +275,22 @@ class TestThinking:
 
 def test_candidates_are_the_likeliest_with_their_log_probs():
     p = policy(dense(), tokenizer(), lora=LoRA())
-    sampling = Sampling(max_tokens=6, temperature=0.8, candidates=5, top_k=3)
+    sampling = Sampling(max_tokens=6, temperature=0.8, num_top=5, top_k=3)
     (group,) = rollout(p, [Task("hello")], group_size=3, sampling=sampling, key=2)
     for trajectory in group:
         (turn,) = trajectory.turns
-        ids = mx.array([[*turn.observation, *turn.action]])
+        ids = mx.array([[*turn.observation, *turn.tokens]])
         logits = p.model(ids)[0, len(turn.observation) - 1 : -1] / 0.8
         own = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         for place, row in enumerate(own):
             order = np.argsort(-row)[:5]
-            assert turn.candidates[place] == tuple(order)
-            assert np.allclose(turn.candidate_logprobs[place], row[order], atol=1e-4)
-            assert turn.action[place] in order[:3]
-    assert sample(mx.zeros((2, 3)), keys(2), Sampling(candidates=9)).candidates[0].shape == (2, 3)
+            assert turn.details.top_ids[place] == tuple(order)
+            assert np.allclose(turn.details.top_logprobs[place], row[order], atol=1e-4)
+            assert turn.tokens[place] in order[:3]
+    assert sample(mx.zeros((2, 3)), keys(2), Sampling(num_top=9)).candidates[0].shape == (2, 3)
     (turn,) = rollout(p, [Task("hello")], group_size=1, sampling=Sampling(max_tokens=2))[0][0].turns
-    assert turn.candidates is None
-    assert turn.truncated is None
+    assert turn.details.top_ids is None
+    assert turn.details.filtered_mass is None
 
 
 def test_rows_that_are_done_do_not_change():
@@ -307,7 +308,7 @@ def test_rows_that_are_done_do_not_change():
         ("max_tokens", 0), ("temperature", -1.0), ("temperature", math.nan), ("top_p", 0.0), ("top_k", -1),
         ("min_p", 1.5),
         ("min_tokens", 300), ("thinking_budget", -1), ("repetition_penalty", 0.0), ("presence_penalty", math.nan),
-        ("frequency_penalty", math.inf), ("penalty_context", 0), ("candidates", -1), ("stop_strings", ("",)),
+        ("frequency_penalty", math.inf), ("penalty_context", 0), ("num_top", -1), ("stop_strings", ("",)),
         ("stop_strings", "abc"),
     ],
 )  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any, Literal, Optional
 import mlx.core as mx
 import numpy as np
 import pytest
-from models import TEMPLATE, dense, tokenizer
 from test_config import MINIMAL
 from test_train import a_policy
 
@@ -18,12 +17,14 @@ from mlxrl import algo, config
 from mlxrl.policy.load import policy
 from mlxrl.rollout.episodes import rollout
 from mlxrl.rollout.worlds import EpisodeError, prepare
+from mlxrl.settings import Sampling
 from mlxrl.tools import Parser, Tools, parser_of, tool_of
 from mlxrl.tools.calls import calls_in
 from mlxrl.train.evaluate import evaluate
 from mlxrl.train.loop import train
 from mlxrl.train.pack import pack
-from mlxrl.types import Sampling, Task
+from mlxrl.types import Task
+from models import TEMPLATE, dense, tokenizer
 
 
 def add(a: int, b: int = 1) -> int:
@@ -416,8 +417,8 @@ def test_an_episode_with_tools() -> None:
     )
     trained = pack([scored], algo.grpo())
     learned = sum(float(m.mask.sum()) for m in trained)
-    assert learned == sum(len(turn.action) for one in group for turn in one.turns)
-    m = trained.minibatches[0]
+    assert learned == sum(len(turn.tokens) for one in group for turn in one.turns)
+    m = trained.micro_batches[0]
     row = np.array(m.mask[0])
     tokens = np.array(m.tokens[0])
     answer = p.tokenizer.decode(tokens[row == 0].tolist())

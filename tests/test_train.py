@@ -10,7 +10,6 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from models import dense, hybrid, moe, tokenizer
 from test_policy import moved
 
 from mlxrl.algo.recipes import dr_grpo, grpo, rloo
@@ -18,10 +17,12 @@ from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import Policy, policy
 from mlxrl.policy.logprobs import logprobs, training
 from mlxrl.rollout.episodes import rollout
+from mlxrl.settings import Sampling
 from mlxrl.train.loop import Diverged, train
 from mlxrl.train.pack import SHARE_FROM, pack
 from mlxrl.train.step import fill, gradient, update
-from mlxrl.types import Group, Minibatch, Sampling, Task, Trajectory, Turn
+from mlxrl.types import Group, MicroBatch, Task, Trajectory, Turn
+from models import dense, hybrid, moe, tokenizer
 
 MODELS = [dense, hybrid, moe]
 RECIPES = [grpo, dr_grpo, rloo]
@@ -66,9 +67,9 @@ def likelihoods(p: Policy, group: Group) -> list[float]:
 
 def _likelihood(p: Policy, trajectory: Trajectory) -> float:
     (turn,) = trajectory.turns
-    ones = mx.ones((1, len(turn.action)))
-    batch = Minibatch(mx.array(turn.observation), mx.array([turn.action]), ones, ones, ones)
-    return logprobs(p, batch).chosen.sum().item()
+    ones = mx.ones((1, len(turn.tokens)))
+    batch = MicroBatch(mx.array(turn.observation), mx.array([turn.tokens]), ones, ones, ones)
+    return logprobs(p, batch).token_logprobs.sum().item()
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -90,7 +91,7 @@ def test_the_ratio_is_exactly_one_on_policy(make, prompt):
     p = a_policy(make)
     algo = grpo()
     batch = pack([made([1.0, 0.0, 0.4], prompt=prompt)], algo)
-    assert (batch.minibatches[0].prefix.size > 0) == (prompt * 2 >= SHARE_FROM)
+    assert (batch.micro_batches[0].prefix.size > 0) == (prompt * 2 >= SHARE_FROM)
     assert gradient(p, batch, algo)[0]["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
     assert gradient(p, batch, algo)[0]["policy/ratio_max"] == 1.0
     old = fill(p, batch, frozenset({"old"}))
@@ -129,10 +130,10 @@ def test_gradients_do_not_depend_on_padding(pad):
 
     wide = dataclasses.replace(
         batch,
-        minibatches=tuple(
+        micro_batches=tuple(
             dataclasses.replace(
-                m, tokens=padded(m.tokens), mask=padded(m.mask), advantage=padded(m.advantage),
-                rollout=padded(m.rollout),
+                m, tokens=padded(m.tokens), mask=padded(m.mask), advantages=padded(m.advantages),
+                sampler_logprobs=padded(m.sampler_logprobs),
             )
             for m in batch
         ),
@@ -144,7 +145,7 @@ def test_rows_without_signal_are_counted_and_not_computed():
     p, algo = a_policy(), grpo()
     flat_group, mixed = made([0.1, 0.1, 0.1], seed=1), made([1.0, 0.0, 0.0], seed=2)
     batch = pack([flat_group, mixed], algo)
-    assert (batch.totals.rows, batch.totals.silent, batch.totals.tokens) == (6, 3, 24)
+    assert (batch.totals.sequences, batch.totals.without_signal, batch.totals.tokens) == (6, 3, 24)
     assert sum(m.tokens.shape[0] for m in batch) == 3
     # The mean over rows is over 6 of them: half of what the mixed group gives alone.
     alone = gradient(p, pack([mixed], algo), algo)[1]
@@ -166,7 +167,7 @@ def test_the_stop_token_is_in_the_loss():
     """A completion of nothing but the stop token that is punished becomes less likely."""
     p, algo = a_policy(move=False), grpo()
     group = made([0.0, 1.0], lengths=[1, 4])
-    stopped = dataclasses.replace(group[0], turns=(dataclasses.replace(group[0].turns[0], action=(2,)),))
+    stopped = dataclasses.replace(group[0], turns=(dataclasses.replace(group[0].turns[0], tokens=(2,)),))
     before = likelihoods(p, (stopped,))
     update(p, optim.SGD(1e-1), pack([(stopped, group[1])], algo), algo)
     assert likelihoods(p, (stopped,))[0] < before[0]
@@ -176,22 +177,22 @@ def test_prompt_tokens_are_not_trained_on():
     """Another prompt under the same hidden states would change a loss over prompt targets; ours has none."""
     algo = grpo()
     batch = pack([made([1.0, 0.0], prompt=5)], algo)
-    (m,) = batch.minibatches
+    (m,) = batch.micro_batches
     assert m.prefix.size == 0
     assert m.mask[:, :5].sum().item() == 0
     assert m.mask.sum().item() == batch.totals.tokens == 7
-    assert mx.abs(m.advantage[:, :5]).max().item() == 0
+    assert mx.abs(m.advantages[:, :5]).max().item() == 0
 
 
 def test_several_updates_use_old_logprobs_from_before_the_first():
     p, algo, optimizer = a_policy(), grpo(), optim.SGD(1.0)
     batch = fill(p, pack([made([1.0, 0.0, 0.3])], algo), frozenset({"old"}))
-    before = mx.array(batch.minibatches[0].old)
+    before = mx.array(batch.micro_batches[0].old_logprobs)
     first = update(p, optimizer, batch, algo, max_grad_norm=1e9)
     second = update(p, optimizer, batch, algo, max_grad_norm=1e9)
     assert first["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert second["policy/ratio_max"] > 1.01
-    assert mx.array_equal(batch.minibatches[0].old, before)
+    assert mx.array_equal(batch.micro_batches[0].old_logprobs, before)
 
 
 def test_one_update_a_rollout_runs_one_forward_of_each_token(monkeypatch):
@@ -225,8 +226,8 @@ def test_the_reference_is_the_base_and_its_kl_starts_at_zero():
 def test_dropout_is_active_in_the_gradient_pass_alone():
     p, algo = a_policy(dropout=0.5), grpo()
     batch = fill(p, pack([made([1.0, 0.0])], algo), frozenset({"old"}))
-    assert mx.array_equal(fill(p, pack([made([1.0, 0.0])], algo), frozenset({"old"})).minibatches[0].old,
-                          batch.minibatches[0].old)  # fmt: skip
+    assert mx.array_equal(fill(p, pack([made([1.0, 0.0])], algo), frozenset({"old"})).micro_batches[0].old_logprobs,
+                          batch.micro_batches[0].old_logprobs)  # fmt: skip
     assert gradient(p, batch, algo)[0]["policy/ratio_max"] > 1.001
     with training(p.model, dropout=True):
         pass
@@ -245,18 +246,18 @@ def test_clipping_scales_the_gradient_to_the_norm_asked_for():
     assert moved_by == pytest.approx(1e-3, rel=1e-2)
 
 
-@pytest.mark.parametrize("poison", ["advantage", "rollout"])
+@pytest.mark.parametrize("poison", ["advantages", "sampler_logprobs"])
 def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_untouched(poison):
     p, algo, optimizer = a_policy(), grpo(), optim.AdamW(1e-2)
     good = pack([made([1.0, 0.0])], algo)
     update(p, optimizer, good, algo)
     weights = {k: mx.array(v) for k, v in flat(p.model.trainable_parameters()).items()}
     state = {k: mx.array(v) for k, v in flat(optimizer.state).items()}
-    (m,) = good.minibatches
+    (m,) = good.micro_batches
     array = getattr(m, poison)
-    bad = dataclasses.replace(good, minibatches=(dataclasses.replace(m, **{poison: mx.full(array.shape, mx.nan)}),))
+    bad = dataclasses.replace(good, micro_batches=(dataclasses.replace(m, **{poison: mx.full(array.shape, mx.nan)}),))
     metrics = update(p, optimizer, bad, algo)
-    if poison == "rollout":  # a metric only, by default: the update goes on
+    if poison == "sampler_logprobs":  # a metric only, by default: the update goes on
         assert metrics["policy/skipped"] == 0.0
         return
     assert metrics["policy/skipped"] == 1.0
@@ -277,7 +278,7 @@ def test_training_stops_after_three_steps_that_are_not_finite():
             return [[1.0] * len(group) for group in groups]
 
         def loss(self, new, batch, totals):
-            return new.chosen.sum() * mx.nan, {"policy/loss": mx.array(mx.nan)}
+            return new.token_logprobs.sum() * mx.nan, {"policy/loss": mx.array(mx.nan)}
 
     run = train(a_policy(), [Task("hi")], Exploding(), reward=length, steps=9, tasks_per_step=1, group_size=2,
                 sampling=Sampling(max_tokens=4))  # fmt: skip
@@ -295,7 +296,7 @@ def test_the_loop_is_a_function_of_the_seed_and_can_start_anywhere():
     def actions(start: int, steps: int, seed: int) -> list[Any]:
         run = train(a_policy(move=False), tasks, grpo(), optimizer=optim.SGD(0.0), seed=seed, start=start, steps=steps,
                     **settings)  # fmt: skip
-        return [[t.turns[0].action for group in step.groups for t in group] for step in run]
+        return [[t.turns[0].tokens for group in step.groups for t in group] for step in run]
 
     whole = actions(0, 4, seed=1)
     assert actions(0, 4, seed=1) == whole

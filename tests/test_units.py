@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from families import family
-from models import dense, hybrid, moe
 from test_train import a_policy, assert_same_gradient, flat, made
 
 from mlxrl.algo.recipes import grpo
@@ -17,7 +16,8 @@ from mlxrl.train import pack as packing
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient
 from mlxrl.train.units import units
-from mlxrl.types import Pack
+from mlxrl.types import Batch
+from models import dense, hybrid, moe
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.2]
 
@@ -34,7 +34,7 @@ def counting(p: Policy) -> tuple[Policy, list[tuple[int, ...]]]:
     return dataclasses.replace(p, head=dataclasses.replace(p.head, trunk=counted)), seen
 
 
-def batches(kl: float = 0.0, prompt: int = 90) -> tuple[Any, Pack, Pack]:
+def batches(kl: float = 0.0, prompt: int = 90) -> tuple[Any, Batch, Batch]:
     algo = grpo(kl=kl)
     groups = [made(REWARDS, prompt=prompt, seed=1)]
     return algo, pack(groups, algo), pack(groups, algo, tokens_per_pass=prompt + 10)
@@ -45,7 +45,7 @@ def batches(kl: float = 0.0, prompt: int = 90) -> tuple[Any, Pack, Pack]:
 def test_gradients_and_metrics_are_those_of_the_group_in_one_pass(make, recompute):
     p, (algo, whole, split) = a_policy(make), batches(kl=0.1)
     assert len(whole) == 1
-    assert [len(unit) for unit in units(split.minibatches)] == [4]
+    assert [len(unit) for unit in units(split.micro_batches)] == [4]
     filled = fill(p, whole, frozenset({"reference"}))
     metrics, wanted = gradient(p, filled, algo)
     more, got = gradient(p, fill(p, split, frozenset({"reference"})), algo, recompute=recompute)
@@ -83,22 +83,22 @@ def test_a_prompt_kept_for_the_reference_is_not_taken_for_the_policy():
     p, (_, whole, split) = a_policy(), batches()
     both = fill(p, split, frozenset({"old", "reference"}))
     alone = fill(p, whole, frozenset({"old"})), fill(p, whole, frozenset({"reference"}))
-    for split_name, one in (("old", alone[0]), ("reference", alone[1])):
-        rows = {row: (m, place) for m in both for place, row in enumerate(m.rows)}
-        (m,) = one.minibatches
-        for place, row in enumerate(m.rows):
+    for split_name, one in (("old_logprobs", alone[0]), ("reference_logprobs", alone[1])):
+        rows = {row: (m, place) for m in both for place, row in enumerate(m.trajectories)}
+        (m,) = one.micro_batches
+        for place, row in enumerate(m.trajectories):
             part, where = rows[row]
             length = int(part.mask[where].sum().item())
             got = getattr(part, split_name)[where, :length]
             assert mx.allclose(got, getattr(m, split_name)[place, :length], atol=1e-5)
-    assert mx.abs(both.minibatches[0].old - both.minibatches[0].reference).max().item() > 1e-3
+    assert mx.abs(both.micro_batches[0].old_logprobs - both.micro_batches[0].reference_logprobs).max().item() > 1e-3
 
 
 def test_neighbours_are_one_unit_only_with_the_same_prefix():
     algo = grpo()
     groups = [made(REWARDS, seed=1), made(REWARDS, seed=1), made(REWARDS, prompt=5, seed=2)]
     split = pack(groups, algo, tokens_per_pass=100)
-    sizes = [len(unit) for unit in units(split.minibatches)]
+    sizes = [len(unit) for unit in units(split.micro_batches)]
     assert sizes[:2] == [4, 4]  # the same prompt twice stays two groups
     assert set(sizes[2:]) == {1}
     assert sum(sizes) == len(split)

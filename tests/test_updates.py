@@ -16,16 +16,17 @@ from test_train import a_policy, assert_same_gradient, flat, length, made
 from mlxrl import algo
 from mlxrl.algo.recipes import dapo, gigpo, grpo, opd, reinforce_pp
 from mlxrl.policy.logprobs import logprobs
+from mlxrl.settings import Sampling
 from mlxrl.train import loop
 from mlxrl.train.pack import pack
 from mlxrl.train.parts import parts
 from mlxrl.train.step import averaged, fill, gradient, update
-from mlxrl.types import Minibatch, Pack, Sampling, Task, Trajectory, Turn
+from mlxrl.types import Batch, MicroBatch, Task, TokenDetails, Trajectory, Turn
 
-ARRAYS = ("tokens", "mask", "advantage", "rollout")
+ARRAYS = ("tokens", "mask", "advantages", "sampler_logprobs")
 
 
-def same(first: Pack, second: Pack) -> None:
+def same(first: Batch, second: Batch) -> None:
     assert len(first) == len(second)
     for one, other in zip(first, second, strict=True):
         assert all(mx.array_equal(getattr(one, name), getattr(other, name)) for name in ARRAYS)
@@ -41,13 +42,15 @@ def test_a_forced_token_is_laid_out_like_one_that_was_read(recipe, prompt):
 
     def split(one: Trajectory) -> Trajectory:
         (turn,) = one.turns
-        head = dataclasses.replace(turn, action=turn.action[:1], logprobs=turn.logprobs[:1])
-        return dataclasses.replace(one, turns=(head, Turn(turn.action[1:2], turn.action[2:], turn.logprobs[2:])))
+        head = dataclasses.replace(turn, tokens=turn.tokens[:1], logprobs=turn.logprobs[:1])
+        return dataclasses.replace(one, turns=(head, Turn(turn.tokens[1:2], turn.tokens[2:], turn.logprobs[2:])))
 
     def forced(one: Trajectory) -> Trajectory:
         (turn,) = one.turns
         logprobs = (turn.logprobs[0], 0.0, *turn.logprobs[2:])
-        return dataclasses.replace(one, turns=(dataclasses.replace(turn, forced=(1,), logprobs=logprobs),))
+        return dataclasses.replace(
+            one, turns=(dataclasses.replace(turn, details=TokenDetails(forced=(1,)), logprobs=logprobs),)
+        )
 
     read, taken = (pack([tuple(map(change, group))], recipe()) for change in (split, forced))
     same(read, taken)
@@ -61,19 +64,21 @@ def test_a_forced_token_is_laid_out_like_one_that_was_read(recipe, prompt):
 def test_candidates_stand_beside_their_tokens(prompt):
     group = made([0.0, 0.0], prompt=prompt, lengths=[2, 1])
     kept = [((7, 8, 9), (5, 6, 4)), ((3, 2, 1),)]
-    second = Turn((11, 12), (13,), (-1.0,), candidates=((20, 21, 22),))
-    first = dataclasses.replace(group[0].turns[0], candidates=kept[0])
+    second = Turn((11, 12), (13,), (-1.0,), details=TokenDetails(top_ids=((20, 21, 22),)))
+    first = dataclasses.replace(group[0].turns[0], details=TokenDetails(top_ids=kept[0]))
     long = dataclasses.replace(group[0], turns=(first, second))
-    short = dataclasses.replace(group[1], turns=(dataclasses.replace(group[1].turns[0], candidates=kept[1]),))
+    short = dataclasses.replace(
+        group[1], turns=(dataclasses.replace(group[1].turns[0], details=TokenDetails(top_ids=kept[1])),)
+    )
     algorithm = opd(teacher_term="candidates", teacher_divergence="surrogate", teacher_k=2)
     (m,) = pack([(long, short)], algorithm)
     front = 0 if m.prefix.size else prompt
-    assert m.rows == (1, 0)
+    assert m.trajectories == (1, 0)
     blank = [[0, 0]]
-    assert m.candidates[0].tolist() == blank * front + [[3, 2]] + blank * 4
-    assert m.candidates[1].tolist() == blank * front + [[7, 8], [5, 6]] + blank * 2 + [[20, 21]]
-    assert next(iter(pack([(long, short)], grpo(kl=0.1)))).candidates is None
-    with pytest.raises(ValueError, match=r"4 likeliest .* and 3 were kept; sample with Sampling\(candidates=4\)"):
+    assert m.top_ids[0].tolist() == blank * front + [[3, 2]] + blank * 4
+    assert m.top_ids[1].tolist() == blank * front + [[7, 8], [5, 6]] + blank * 2 + [[20, 21]]
+    assert next(iter(pack([(long, short)], grpo(kl=0.1)))).top_ids is None
+    with pytest.raises(ValueError, match=r"4 likeliest .* and 3 were kept; sample with Sampling\(num_top=4\)"):
         pack([(long, short)], opd(teacher_term="candidates", teacher_support="student", teacher_k=4))
     with pytest.raises(ValueError, match="and 0 were kept"):
         pack([group], algorithm)
@@ -93,12 +98,12 @@ def batches(seed: int = 0) -> list[Any]:
     ]
 
 
-def by_row(batch: Pack, name: str) -> dict[int, list[float]]:
+def by_row(batch: Batch, name: str) -> dict[int, list[float]]:
     """The values of the chosen tokens of every row."""
     return {
         row: np.array(getattr(m, name))[place][np.array(m.mask)[place] > 0].tolist()
         for m in batch
-        for place, row in enumerate(m.rows)
+        for place, row in enumerate(m.trajectories)
     }
 
 
@@ -110,7 +115,7 @@ def test_parts_are_the_groups_dealt_out_with_all_that_was_computed_for_them():
         assert sorted(len(part.groups) for part in dealt) == sorted(
             len(own) for own in np.array_split(range(5), min(count, 5))
         )
-        for name in (*ARRAYS, "old"):
+        for name in (*ARRAYS, "old_logprobs"):
             rows: dict[int, list[float]] = {}
             for part in dealt:
                 found = by_row(part, name)
@@ -118,9 +123,9 @@ def test_parts_are_the_groups_dealt_out_with_all_that_was_computed_for_them():
                 rows |= found
             assert rows == by_row(whole, name)
         assert sum(part.totals.tokens for part in dealt) == whole.totals.tokens
-        assert sum(part.totals.rows for part in dealt) == 15
+        assert sum(part.totals.sequences for part in dealt) == 15
         assert (
-            sum(part.totals.silent for part in dealt) == whole.totals.silent == 4
+            sum(part.totals.without_signal for part in dealt) == whole.totals.without_signal == 4
         )  # the reward of 0.5 is the mean of its group
         largest = max(m.tokens.size + m.prefix.size for m in whole)
         assert all(m.tokens.size + m.prefix.size <= largest for part in dealt for m in part)
@@ -146,23 +151,23 @@ def test_gradients_of_parts_are_those_of_their_groups_alone():
     assert_same_gradient(tree_map(mx.add, *scaled), wanted)
     # Statistics of the batch are those of the whole batch, and come with the rows.
     whitened = pack(batches(), dapo(whiten=True))
-    values = np.concatenate(list(by_row(whitened, "advantage").values()))
+    values = np.concatenate(list(by_row(whitened, "advantages").values()))
     assert abs(values.mean()) < 1e-6
     part = parts(whitened, 2, "0")[0]
-    assert by_row(part, "advantage").items() <= by_row(whitened, "advantage").items()
+    assert by_row(part, "advantages").items() <= by_row(whitened, "advantages").items()
 
 
 def test_old_logprobs_are_those_from_before_the_first_update_in_every_part_of_every_epoch():
     p, algorithm, optimizer = a_policy(), grpo(), optim.SGD(0.5)
     whole = fill(p, pack(batches(), algorithm), frozenset({"old"}))
-    old = by_row(whole, "old")
+    old = by_row(whole, "old_logprobs")
     for epoch in range(2):
         for number, part in enumerate(parts(whole, 2, f"0:0:{epoch}")):
             for m in part:
-                new = logprobs(p, m).chosen
-                drift = mx.abs(new - m.old).max().item()
+                new = logprobs(p, m).token_logprobs
+                drift = mx.abs(new - m.old_logprobs).max().item()
                 assert drift < 1e-5 if (epoch, number) == (0, 0) else drift > 1e-3
-            assert by_row(part, "old").items() <= old.items()
+            assert by_row(part, "old_logprobs").items() <= old.items()
             metrics = update(p, optimizer, part, algorithm, max_grad_norm=1e9)
             if (epoch, number) != (0, 0):
                 assert metrics["policy/ratio_max"] > 1.01
@@ -172,12 +177,12 @@ def test_no_gradient_comes_from_tokens_that_the_bounds_hold():
     p, algorithm = a_policy(), grpo(clip=(0.2, 0.28))
     batch = fill(p, pack([made([1.0, 0.0], lengths=[3, 3])], algorithm), frozenset({"old"}))
     (m,) = batch
-    good = np.array([row == 0 for row in m.rows])[:, None] & (np.array(m.mask) > 0)
+    good = np.array([row == 0 for row in m.trajectories])[:, None] & (np.array(m.mask) > 0)
 
-    def shifted(by: float) -> Pack:
+    def shifted(by: float) -> Batch:
         """The rewarded row's ratio is exp(by), the other's exp(-by)."""
-        old = m.old - mx.array(np.where(good, by, -by))
-        return dataclasses.replace(batch, minibatches=(dataclasses.replace(m, old=old),))
+        old = m.old_logprobs - mx.array(np.where(good, by, -by))
+        return dataclasses.replace(batch, micro_batches=(dataclasses.replace(m, old_logprobs=old),))
 
     metrics, held = gradient(p, shifted(math.log(1.5)), algorithm)
     assert metrics["policy/clip_high"] == metrics["policy/clip_low"] == pytest.approx(0.5)
@@ -186,9 +191,9 @@ def test_no_gradient_comes_from_tokens_that_the_bounds_hold():
     assert metrics["policy/clip_high"] == metrics["policy/clip_low"] == 0
     assert all(mx.abs(leaf).max().item() > 0 for leaf in flat(free).values())
     # One row leaves the bounds the way it should not: the other's gradient is all that is left.
-    half = dataclasses.replace(m, old=m.old - mx.array(np.where(good, math.log(1.5), 0.0)))
-    alone = dataclasses.replace(m, advantage=mx.where(mx.array(good), 0.0, m.advantage))
-    got, wanted = (gradient(p, dataclasses.replace(batch, minibatches=(one,)), algorithm)[1] for one in (half, alone))
+    half = dataclasses.replace(m, old_logprobs=m.old_logprobs - mx.array(np.where(good, math.log(1.5), 0.0)))
+    alone = dataclasses.replace(m, advantages=mx.where(mx.array(good), 0.0, m.advantages))
+    got, wanted = (gradient(p, dataclasses.replace(batch, micro_batches=(one,)), algorithm)[1] for one in (half, alone))
     assert_same_gradient(got, wanted)
 
 
@@ -215,8 +220,8 @@ def test_one_update_needs_no_old_pass(monkeypatch):
     seen: list[Any] = []
     real = loop.update
 
-    def spy(policy: Any, optimizer: Any, batch: Pack, *rest: Any, **more: Any) -> Any:
-        seen.extend(m.old is None for m in batch)
+    def spy(policy: Any, optimizer: Any, batch: Batch, *rest: Any, **more: Any) -> Any:
+        seen.extend(m.old_logprobs is None for m in batch)
         return real(policy, optimizer, batch, *rest, **more)
 
     monkeypatch.setattr(loop, "update", spy)
@@ -272,20 +277,20 @@ def test_rewards_that_fail_cost_their_attempts_and_nothing_else():
 # Sampler and trainer apart
 
 
-def placed(m: Minibatch, values: list[list[float]]) -> mx.array:
+def placed(m: MicroBatch, values: list[list[float]]) -> mx.array:
     """[B, T] of a value for every chosen token of every row."""
     wide = np.zeros(m.mask.shape, np.float32)
-    for place, row in enumerate(m.rows):
+    for place, row in enumerate(m.trajectories):
         wide[place, np.flatnonzero(np.array(m.mask)[place])] = values[row]
     return mx.array(wide)
 
 
-def apart(gaps: list[list[float]]) -> tuple[Any, Pack, Minibatch]:
+def apart(gaps: list[list[float]]) -> tuple[Any, Batch, MicroBatch]:
     """A policy and a pair of rows whose sampler was off by log-ratios old - rollout = gaps, row by row."""
     p = a_policy()
     batch = fill(p, pack([made([1.0, 0.0], lengths=[len(own) for own in gaps])], grpo()), frozenset({"old"}))
     (m,) = batch
-    return p, batch, dataclasses.replace(m, rollout=m.old - placed(m, gaps))
+    return p, batch, dataclasses.replace(m, sampler_logprobs=m.old_logprobs - placed(m, gaps))
 
 
 THREE = [1.5, 1.5, 1.5]
@@ -312,10 +317,10 @@ def test_corrections_weigh_the_gradient_and_leave_the_denominators(options, weig
     gaps = [[math.log(4), math.log(0.5), 0.0], [0.0, 0.0]]
     p, batch, m = apart(gaps)
     algorithm = grpo(**options)
-    doctored = dataclasses.replace(batch, minibatches=(m,))
+    doctored = dataclasses.replace(batch, micro_batches=(m,))
     metrics, got = gradient(p, doctored, algorithm)
-    wanted = dataclasses.replace(m, advantage=m.advantage * placed(m, weights))
-    assert_same_gradient(got, gradient(p, dataclasses.replace(batch, minibatches=(wanted,)), grpo())[1], 2e-5)
+    wanted = dataclasses.replace(m, advantages=m.advantages * placed(m, weights))
+    assert_same_gradient(got, gradient(p, dataclasses.replace(batch, micro_batches=(wanted,)), grpo())[1], 2e-5)
     assert metrics["mismatch/kept"] == pytest.approx(sum(map(sum, weights)) / 5, rel=1e-5)
     moved = update(p, optim.SGD(1e-3), doctored, algorithm)
     assert moved["policy/grad_norm"] > 0
@@ -324,19 +329,19 @@ def test_corrections_weigh_the_gradient_and_leave_the_denominators(options, weig
 def test_a_row_that_drifted_from_the_sampler_is_masked_where_it_was_punished():
     # the trainer finds row 1, of advantage < 0, less likely by 0.3 a token than the sampler did
     p, batch, m = apart([[0.0, 0.0], [-0.3, -0.3]])
-    doctored = dataclasses.replace(batch, minibatches=(m,))
+    doctored = dataclasses.replace(batch, micro_batches=(m,))
     kept = gradient(p, doctored, grpo(off_policy=0.4))[1]
     assert_same_gradient(kept, gradient(p, batch, grpo())[1])
     masked = gradient(p, doctored, grpo(off_policy=0.2))[1]
-    good = mx.array([[float(row == 0)] for row in m.rows])
-    alone = dataclasses.replace(m, advantage=m.advantage * good)
-    assert_same_gradient(masked, gradient(p, dataclasses.replace(batch, minibatches=(alone,)), grpo())[1])
+    good = mx.array([[float(row == 0)] for row in m.trajectories])
+    alone = dataclasses.replace(m, advantages=m.advantages * good)
+    assert_same_gradient(masked, gradient(p, dataclasses.replace(batch, micro_batches=(alone,)), grpo())[1])
 
 
 def test_the_gap_is_always_reported():
     # gaps log 2, 0, log 1/2 and 0, 0: mean |gap| 2 log 2 / 5; weights 2, 1, 1/2, 1, 1
     p, batch, m = apart([[math.log(2), 0.0, -math.log(2)], [0.0, 0.0]])
-    metrics = update(p, optim.SGD(0.0), dataclasses.replace(batch, minibatches=(m,)), grpo())
+    metrics = update(p, optim.SGD(0.0), dataclasses.replace(batch, micro_batches=(m,)), grpo())
     assert metrics["mismatch/abs"] == pytest.approx(2 * math.log(2) / 5, rel=1e-4)
     # k3 of the sampler against the trainer: w - 1 - log w, 0.306853 at 2 and 0.193147 at 1/2
     assert metrics["mismatch/k3"] == pytest.approx((0.306853 + 0.193147) / 5, rel=1e-4)

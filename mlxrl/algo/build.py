@@ -15,7 +15,7 @@ from mlxrl.algo.compose import PerToken, Policy, Recipe, Regulariser, Surrogate
 from mlxrl.algo.credit import Credit
 from mlxrl.algo.reduce import Reduction
 from mlxrl.algo.returns import reward_to_go
-from mlxrl.types import Comparison, Logprobs, Minibatch
+from mlxrl.types import Comparison, Logprobs, MicroBatch
 
 Resolved = Mapping[str, Any]
 
@@ -166,7 +166,11 @@ def weights(a: Resolved) -> tuple[PerToken, ...]:
     if a["correction"] is not None:
         factors.append(partial(_correction, a))
     if a["veto"] is not None:
-        factors.append(lambda new, batch: correction.veto(_known(batch.old), batch.rollout, batch.mask, a["veto"]))
+        factors.append(
+            lambda new, batch: correction.veto(
+                _known(batch.old_logprobs), batch.sampler_logprobs, batch.mask, a["veto"]
+            )
+        )
     if a["off_policy"] is not None:
         factors.append(partial(_off_policy, a))
     return tuple(factors)
@@ -186,13 +190,17 @@ def reports(a: Resolved) -> dict[str, PerToken]:
     """Means over tokens: k3 to the reference, the divergence from the teacher (k1 of sampled tokens), entropy."""
     found: dict[str, PerToken] = {}
     if "reference" in needs(a):
-        found["policy/kl"] = lambda new, batch: kl.divergence(new.chosen, _known(batch.reference), batch.mask)
+        found["policy/kl"] = lambda new, batch: kl.divergence(
+            new.token_logprobs, _known(batch.reference_logprobs), batch.mask
+        )
     if "teacher" in needs(a) and a["teacher_term"] == "candidates":
         found["policy/teacher_kl"] = partial(_candidate_gap, a)
     elif "teacher" in needs(a) and a["teacher_term"] == "vocabulary":
         found["policy/teacher_kl"] = lambda new, batch: _known(new.divergence)
     elif "teacher" in needs(a):
-        found["policy/teacher_kl"] = lambda new, batch: ratios.token(new.chosen, _known(batch.teacher), batch.mask)
+        found["policy/teacher_kl"] = lambda new, batch: ratios.token(
+            new.token_logprobs, _known(batch.teacher_logprobs), batch.mask
+        )
     if a["entropy"]:
         found["policy/entropy"] = lambda new, batch: _known(new.entropy)
     return found
@@ -203,51 +211,55 @@ def _known(values: mx.array | None) -> mx.array:
     return values
 
 
-def _kl_loss(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
-    weight = mx.exp(ratios.token(new.chosen, _known(batch.old), batch.mask)) if a["kl_weighted"] else None
+def _kl_loss(a: Resolved, new: Logprobs, batch: MicroBatch) -> mx.array:
+    weight = (
+        mx.exp(ratios.token(new.token_logprobs, _known(batch.old_logprobs), batch.mask)) if a["kl_weighted"] else None
+    )
     options = (a["kl_estimator"], a["kl_log_ratio_clamp"], a["kl_clamp"], weight, a["kl_straight"])
-    return kl.divergence(new.chosen, _known(batch.reference), batch.mask, *options)
+    return kl.divergence(new.token_logprobs, _known(batch.reference_logprobs), batch.mask, *options)
 
 
-def _kl_cost(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
-    cost = ratios.token(_known(batch.old), _known(batch.reference), batch.mask)
+def _kl_cost(a: Resolved, new: Logprobs, batch: MicroBatch) -> mx.array:
+    cost = ratios.token(_known(batch.old_logprobs), _known(batch.reference_logprobs), batch.mask)
     return -a["kl_reward"] * reward_to_go(cost, a["kl_gamma"])
 
 
-def _correction(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
+def _correction(a: Resolved, new: Logprobs, batch: MicroBatch) -> mx.array:
     options = (a["correction"], a["correction_level"], a["correction_bounds"])
-    return correction.weights(_known(batch.old), batch.rollout, batch.mask, *options)
+    return correction.weights(_known(batch.old_logprobs), batch.sampler_logprobs, batch.mask, *options)
 
 
-def _off_policy(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
-    return correction.off_policy_mask(new.chosen, batch.rollout, batch.advantage, batch.mask, a["off_policy"])
+def _off_policy(a: Resolved, new: Logprobs, batch: MicroBatch) -> mx.array:
+    return correction.off_policy_mask(
+        new.token_logprobs, batch.sampler_logprobs, batch.advantages, batch.mask, a["off_policy"]
+    )
 
 
-def _teacher_gain(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
+def _teacher_gain(a: Resolved, new: Logprobs, batch: MicroBatch) -> mx.array:
     options = (a["teacher_gamma"], a["teacher_clamp"])
-    student = new.chosen if a["teacher_from"] == "new" else _known(batch.old)
-    return a["teacher"] * distill.reverse_kl_advantage(student, _known(batch.teacher), batch.mask, *options)
+    student = new.token_logprobs if a["teacher_from"] == "new" else _known(batch.old_logprobs)
+    return a["teacher"] * distill.reverse_kl_advantage(student, _known(batch.teacher_logprobs), batch.mask, *options)
 
 
-def _teacher_loss(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
+def _teacher_loss(a: Resolved, new: Logprobs, batch: MicroBatch) -> mx.array:
     options = (a["teacher_estimator"], (-20.0, 20.0), a["teacher_clamp"])
-    return kl.divergence(new.chosen, _known(batch.teacher), batch.mask, *options)
+    return kl.divergence(new.token_logprobs, _known(batch.teacher_logprobs), batch.mask, *options)
 
 
-def _candidate_gap(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
+def _candidate_gap(a: Resolved, new: Logprobs, batch: MicroBatch) -> mx.array:
     return _surrogate(a, new, batch)[1] if a["teacher_divergence"] == "surrogate" else _candidate_loss(a, new, batch)
 
 
-def _candidate_loss(a: Resolved, new: Logprobs, batch: Minibatch) -> mx.array:
+def _candidate_loss(a: Resolved, new: Logprobs, batch: MicroBatch) -> mx.array:
     if a["teacher_divergence"] == "surrogate":
         return _surrogate(a, new, batch)[0]
     close = distill.with_tail if a["teacher_tail"] else distill.renormalised
-    return _divergence(a)(close(_known(new.candidates)), close(_known(batch.teacher_candidates)))
+    return _divergence(a)(close(_known(new.top_logprobs)), close(_known(batch.teacher_top_logprobs)))
 
 
-def _surrogate(a: Resolved, new: Logprobs, batch: Minibatch) -> tuple[mx.array, mx.array]:
-    options = (closed(a["clip"]), None, a["log_ratio_clamp"], batch.old_candidates)
-    return distill.surrogate(_known(new.candidates), _known(batch.teacher_candidates), *options)
+def _surrogate(a: Resolved, new: Logprobs, batch: MicroBatch) -> tuple[mx.array, mx.array]:
+    options = (closed(a["clip"]), None, a["log_ratio_clamp"], batch.old_top_logprobs)
+    return distill.surrogate(_known(new.top_logprobs), _known(batch.teacher_top_logprobs), *options)
 
 
 def _divergence(a: Resolved) -> distill.Divergence:

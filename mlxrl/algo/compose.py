@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxrl.algo import metrics as report
 from mlxrl.algo.credit import Advantages, Credit
 from mlxrl.algo.reduce import Reduction, masked, token_mean
-from mlxrl.types import Comparison, Group, Logprobs, Metrics, Minibatch, Totals
+from mlxrl.types import Comparison, Group, Logprobs, Metrics, MicroBatch, Totals
 
 
 class Surrogate(NamedTuple):
@@ -27,7 +27,7 @@ class Surrogate(NamedTuple):
 
 
 Policy: TypeAlias = Callable[[mx.array, mx.array, mx.array, mx.array], Surrogate]
-PerToken: TypeAlias = Callable[[Logprobs, Minibatch], mx.array]
+PerToken: TypeAlias = Callable[[Logprobs, MicroBatch], mx.array]
 
 
 class Regulariser(NamedTuple):
@@ -66,21 +66,23 @@ class Recipe:
         """For every trajectory of every group a float, or a list with a float per sampled token."""
         return self.credit(groups)
 
-    def loss(self, new: Logprobs, batch: Minibatch, totals: Totals) -> tuple[mx.array, Metrics]:
+    def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, Metrics]:
         """The minibatch's share of the step's loss and of its metrics, both to be added up over the minibatches.
 
         `metrics.finish` turns the sums of the metrics into what is shown.
         """
         batch = self._prepared(new, batch)
-        assert batch.old is not None
+        assert batch.old_logprobs is not None
         mask = batch.mask
-        surrogate = self.policy(new.chosen, batch.old, batch.advantage, mask)
+        surrogate = self.policy(new.token_logprobs, batch.old_logprobs, batch.advantages, mask)
         weight = self._weight(new, batch)
         loss = self.reduction(surrogate.loss * weight, mask, totals)
         for term in self.regularisers:
             loss = loss + term.coefficient * self.reduction(term.value(new, batch), mask, totals)
-        found = report.policy_metrics(new.chosen, batch.old, *surrogate[1:], batch.advantage, mask, totals)
-        found |= report.mismatch_metrics(batch.old, batch.rollout, mask, totals)
+        found = report.policy_metrics(
+            new.token_logprobs, batch.old_logprobs, *surrogate[1:], batch.advantages, mask, totals
+        )
+        found |= report.mismatch_metrics(batch.old_logprobs, batch.sampler_logprobs, mask, totals)
         found |= {name: token_mean(value(new, batch), mask, totals) for name, value in self.reports.items()}
         found |= report.coefficients(self.coefficients, mask, totals)
         if self.weights:
@@ -90,15 +92,18 @@ class Recipe:
         values = mx.stop_gradient(mx.stack(list(found.values())))
         return loss, {name: values[n] for n, name in enumerate(found)}
 
-    def _prepared(self, new: Logprobs, batch: Minibatch) -> Minibatch:
+    def _prepared(self, new: Logprobs, batch: MicroBatch) -> MicroBatch:
         """The minibatch with `old` filled in, and the advantage with everything that shapes it."""
-        batch = replace(batch, old=mx.stop_gradient(new.chosen if batch.old is None else batch.old))
-        advantage = batch.advantage
+        batch = replace(
+            batch,
+            old_logprobs=mx.stop_gradient(new.token_logprobs if batch.old_logprobs is None else batch.old_logprobs),
+        )
+        advantage = batch.advantages
         for shape in self.shapes:
             advantage = advantage + mx.stop_gradient(shape(new, batch))
-        return replace(batch, advantage=masked(advantage, batch.mask))
+        return replace(batch, advantages=masked(advantage, batch.mask))
 
-    def _weight(self, new: Logprobs, batch: Minibatch) -> mx.array:
+    def _weight(self, new: Logprobs, batch: MicroBatch) -> mx.array:
         weight = mx.ones_like(batch.mask)
         for factor in self.weights:
             weight = weight * factor(new, batch)

@@ -96,8 +96,8 @@ def of_parts(eps: float) -> Baseline:
 
 def whitened(values: Floats, rows: Sequence[Trajectory], whitening: Whitening) -> Floats:
     """[N] advantages whitened over the tokens that carry them; a trajectory without a reward stays at 0."""
-    known = np.array([row.chosen > 0 and not math.isnan(reward_of(row)) for row in rows])
-    lengths = np.array([row.chosen for row in rows])[known]
+    known = np.array([row.num_sampled > 0 and not math.isnan(reward_of(row)) for row in rows])
+    lengths = np.array([row.num_sampled for row in rows])[known]
     out = np.zeros_like(values)
     if known.any():
         out[known] = whitening(np.repeat(values[known], lengths))[np.cumsum(lengths) - 1]
@@ -121,7 +121,7 @@ def whitened_credit(gamma: float, whitening: Whitening, centre: bool, name: str,
         if centre:
             refuse_singles(name, groups)
             rewards = np.where(np.isnan(rewards), np.nan, group_relative(rewards, ids, "none"))
-        lengths = [row.chosen for row in rows]
+        lengths = [row.num_sampled for row in rows]
         tokens = [r * gamma ** np.arange(n - 1, -1, -1.0) for r, n in zip(rewards, lengths, strict=True)]
         values = whitening(np.concatenate([*tokens, np.zeros(0)]))
         split = np.split(values, np.cumsum(lengths)[:-1]) if rows else []
@@ -157,7 +157,7 @@ def gigpo_credit(
             anchors = _anchors([turn.state for row in rows for turn in row.turns], owners, similarity)
             total = total + omega * step(returns, owners, anchors)
         values = iter(total.tolist())
-        spread = [[value for turn in row.turns for value in [next(values)] * turn.chosen] for row in rows]
+        spread = [[value for turn in row.turns for value in [next(values)] * turn.num_sampled] for row in rows]
         return grouped(spread, groups, mask_truncated)
 
     return credit

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlxrl.algo.credit import Advantages
 from mlxrl.algo.probe import comparison_of
 from mlxrl.algo.reduce import total
-from mlxrl.types import Algorithm, Comparison, Group, Logprobs, Metrics, Minibatch, Totals
+from mlxrl.types import Algorithm, Comparison, Group, Logprobs, Metrics, MicroBatch, Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ class Echo:
         """Those of the algorithm."""
         return self.algorithm.advantages(groups)
 
-    def loss(self, new: Logprobs, batch: Minibatch, totals: Totals) -> tuple[mx.array, Metrics]:
+    def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, Metrics]:
         """The minibatch's share; with a coefficient of 0 it is the algorithm's own, bit for bit."""
         loss, metrics = self.algorithm.loss(new, batch, totals)
         if not self.coefficient:
             return loss, metrics
-        assert new.observed is not None
-        assert batch.observed is not None
-        count = max(totals.observations, 1)
-        missed = total(-new.observed, batch.observed) / count
+        assert new.observation_logprobs is not None
+        assert batch.observation_mask is not None
+        count = max(totals.observation_tokens, 1)
+        missed = total(-new.observation_logprobs, batch.observation_mask) / count
         loss = loss + self.coefficient * missed
         # One array, taken apart: mx.compile fails on two outputs that are the same computation twice.
-        shown = mx.stop_gradient(mx.stack([loss, missed, self.coefficient * batch.observed.sum() / count]))
+        shown = mx.stop_gradient(mx.stack([loss, missed, self.coefficient * batch.observation_mask.sum() / count]))
         names = ("policy/loss", "policy/echo_loss", "policy/echo_coefficient")
         return loss, {**metrics, **{name: shown[n] for n, name in enumerate(names)}}
 

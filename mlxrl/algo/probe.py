@@ -35,7 +35,7 @@ def comparison_of(algo: Algorithm) -> Comparison | None:
 def candidates_kept(algo: Algorithm) -> int:
     """How many of its likeliest tokens the sampler has to keep for an algorithm."""
     compared = comparison_of(algo)
-    return compared.k if compared is not None and compared.support == "student" else 0
+    return compared.num_top if compared is not None and compared.support == "student" else 0
 
 
 def _group(rewards: Sequence[float]) -> Group:

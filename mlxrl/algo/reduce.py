@@ -35,7 +35,7 @@ def token_mean(values: mx.array, mask: mx.array, totals: Totals) -> mx.array:
 def sequence_mean(values: mx.array, mask: mx.array, totals: Totals) -> mx.array:
     """sum_b (sum_t v m / max(len_b, 1)) / rows: every row weighs the same (GRPO, arXiv 2402.03300 eq. 3)."""
     means = masked(values, mask).sum(axis=-1, keepdims=True) / lengths(mask)
-    return means.sum() / mx.maximum(totals.rows, 1)
+    return means.sum() / mx.maximum(totals.sequences, 1)
 
 
 def constant(values: mx.array, mask: mx.array, totals: Totals, length: float | None = None) -> mx.array:
@@ -45,7 +45,7 @@ def constant(values: mx.array, mask: mx.array, totals: Totals, length: float | N
     the mean over rows of the sum over tokens.
     """
     length = totals.max_tokens if length is None else length
-    return total(values, mask) / mx.maximum(totals.rows * length, 1)
+    return total(values, mask) / mx.maximum(totals.sequences * length, 1)
 
 
 REDUCTIONS: dict[str, Reduction] = {

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mlxrl import config
 from mlxrl.config import Config
 from mlxrl.data import read_tasks
-from mlxrl.types import Algorithm, Group, Sampling, Task
+from mlxrl.settings import Sampling
+from mlxrl.types import Algorithm, Group, Task
 
 RENDERED = 1000
 """Rows that are put through the chat template before training, so that a bad one does not end it half way."""
@@ -77,9 +78,11 @@ def sampling(settings: Config) -> Sampling:
     """How training samples."""
     rollout = settings.rollout
     return Sampling(
-        rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop_strings,
-        rollout.min_tokens, rollout.thinking_budget, rollout.repetition_penalty, rollout.presence_penalty,
-        rollout.frequency_penalty, rollout.penalty_context,
+        max_tokens=rollout.max_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
+        min_p=rollout.min_p, stop_strings=rollout.stop_strings, min_tokens=rollout.min_tokens,
+        thinking_budget=rollout.thinking_budget, repetition_penalty=rollout.repetition_penalty,
+        presence_penalty=rollout.presence_penalty, frequency_penalty=rollout.frequency_penalty,
+        penalty_context=rollout.penalty_context,
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from mlxrl.cli import compose
 from mlxrl.cli.fit import GB, Plan, fitted, largest, machine, now, peak_of, plan_of, remedies
 from mlxrl.config import Config
+from mlxrl.files import read_lines
 from mlxrl.policy.memory import Part
 from mlxrl.policy.shapes import Uncovered
-from mlxrl.runs.lines import read_lines
 from mlxrl.train.pack import TOKENS_PER_PASS
 from mlxrl.types import Task
 

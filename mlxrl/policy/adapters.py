@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxrl.atomic import replacing, write_text
+from mlxrl.files import replacing, write_text
 
 LEAVES = ("lora_a", "lora_b", "m")
 ROUTERS = ("gate", "router", "shared_expert_gate")

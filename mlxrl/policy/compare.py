@@ -15,7 +15,7 @@ import numpy as np
 
 from mlxrl.policy.head import compared
 from mlxrl.policy.logprobs import predicting, scattered
-from mlxrl.types import Minibatch
+from mlxrl.types import MicroBatch
 
 if TYPE_CHECKING:
     from mlxrl.policy.load import Policy
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Divergence: TypeAlias = Callable[[mx.array, mx.array], mx.array]
 
 
-def likeliest(policy: Policy, batch: Minibatch, k: int) -> tuple[mx.array, mx.array]:
+def likeliest(policy: Policy, batch: MicroBatch, k: int) -> tuple[mx.array, mx.array]:
     """Ids [B, T, K] and log-probs [B, T, K] of the K likeliest tokens at every sampled one, in no order."""
     hidden, inverse = predicting(policy, batch)
 
@@ -37,13 +37,13 @@ def likeliest(policy: Policy, batch: Minibatch, k: int) -> tuple[mx.array, mx.ar
     return scattered(ids, inverse), scattered(values, inverse)
 
 
-def hidden_at(policy: Policy, batch: Minibatch) -> mx.array:
+def hidden_at(policy: Policy, batch: MicroBatch) -> mx.array:
     """[B, T, D] the hidden states that predict the sampled tokens, 0 elsewhere."""
     return scattered(*predicting(policy, batch))
 
 
 def divergence_from(
-    teacher: Policy, seated: Callable[[], AbstractContextManager[object]], student: Policy, batch: Minibatch,
+    teacher: Policy, seated: Callable[[], AbstractContextManager[object]], student: Policy, batch: MicroBatch,
     divergence: Divergence,
 ) -> Callable[[mx.array], mx.array]:  # fmt: skip
     """From the student's hidden states [N, D] to the divergence [N] of a minibatch that has the teacher's.

@@ -14,7 +14,7 @@ from mlxrl.policy.activations import lean
 from mlxrl.policy.gated_delta import chunked
 from mlxrl.policy.head import score
 from mlxrl.policy.prefix import hidden_states
-from mlxrl.types import Logprobs, Minibatch
+from mlxrl.types import Logprobs, MicroBatch
 
 if TYPE_CHECKING:
     from mlxrl.policy.load import Policy
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def logprobs(
     policy: Policy,
-    batch: Minibatch,
+    batch: MicroBatch,
     *,
     entropy: bool = False,
     candidates: mx.array | None = None,
@@ -57,14 +57,14 @@ def logprobs(
         scattered(chosen, inverse),
         None if spread is None else scattered(spread, inverse),
         divergence=None if compare is None else scattered(compare(hidden), inverse),
-        observed=_observed(policy, batch, flat, gradient) if observed else None,
+        observation_logprobs=_observed(policy, batch, flat, gradient) if observed else None,
     )
 
 
-def _observed(policy: Policy, batch: Minibatch, states: mx.array, gradient: bool) -> mx.array:
+def _observed(policy: Policy, batch: MicroBatch, states: mx.array, gradient: bool) -> mx.array:
     """[B, T] log-probs of the tokens that an environment wrote, 0 elsewhere."""
-    assert batch.observed is not None
-    written = np.array(batch.observed) > 0
+    assert batch.observation_mask is not None
+    written = np.array(batch.observation_mask) > 0
     index, inverse = _positions(written)
     if not written.any():
         return mx.zeros(inverse.shape)
@@ -73,13 +73,13 @@ def _observed(policy: Policy, batch: Minibatch, states: mx.array, gradient: bool
     return scattered(found[:, 0], inverse)
 
 
-def predicting(policy: Policy, batch: Minibatch) -> tuple[mx.array, mx.array]:
+def predicting(policy: Policy, batch: MicroBatch) -> tuple[mx.array, mx.array]:
     """Hidden states [N, D] that predict the N sampled tokens, row by row, and [B, T] the number of each among them."""
     index, inverse = _positions(np.array(batch.mask) > 0)
     return _states(policy, batch)[index], inverse
 
 
-def _states(policy: Policy, batch: Minibatch) -> mx.array:
+def _states(policy: Policy, batch: MicroBatch) -> mx.array:
     """[1 + B (T - 1), D] hidden states: the prefix's last, zeros without one, and those of the rows but their last."""
     last, rows = hidden_states(policy.model, policy.head, batch.prefix, batch.tokens)
     first = mx.zeros((1, rows.shape[-1]), rows.dtype) if last is None else last[None]

@@ -20,7 +20,8 @@ from mlxrl.rollout.rules import Processor, Rules
 from mlxrl.rollout.sampling import fold, key_of
 from mlxrl.rollout.turns import turn_of
 from mlxrl.rollout.worlds import Factory, accept, prepare
-from mlxrl.types import Group, Sampling, Task, Trajectory
+from mlxrl.settings import Sampling
+from mlxrl.types import Group, Task, Trajectory
 
 
 class Interrupted(KeyboardInterrupt):

@@ -103,7 +103,7 @@ class Episode:
     @property
     def drawn(self) -> int:
         """Tokens sampled so far."""
-        return sum(len(turn.action) for turn in self.turns)
+        return sum(len(turn.tokens) for turn in self.turns)
 
     def trajectory(self, rules: Rules) -> Trajectory:
         """The episode once it has ended, its return as a part of the reward."""
@@ -222,8 +222,8 @@ class Play:
         """Hand the action of a row that has ended to its environment."""
         episode = self._rows[id(row)]
         turn = turn_of(self.tokenizer, row, self.rules.sampling, episode.opening.ids)
-        turn = replace(turn, state=episode.state, seen=episode.seen)
-        turn = replace(turn, fresh=episode.opening.fresh, new=episode.opening.new)
+        turn = replace(turn, state=episode.state, observation_text=episode.seen)
+        turn = replace(turn, history_rewritten=episode.opening.fresh, new_suffix=episode.opening.new)
         episode.turns.append(turn)
         if row.stop == "error":
             return self._finish(episode, "error")

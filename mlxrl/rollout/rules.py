@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from mlxrl.rollout.sampling import sample
-from mlxrl.types import Sampling
+from mlxrl.settings import Sampling
 
 State: TypeAlias = dict[str, mx.array]
 Processor: TypeAlias = Callable[[mx.array, mx.array], mx.array]
@@ -44,7 +44,7 @@ class Rules:
     @property
     def looks_back(self) -> bool:
         """Whether something needs the history."""
-        return self.sampling.penalised or self.thinks
+        return self.sampling.penalized or self.thinks
 
     def opened_by(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a block of thinking."""
@@ -109,13 +109,13 @@ def _scores(logits: mx.array, state: State, rules: Rules, processors: Sequence[P
     scores = logits.astype(mx.float32)
     if processors:
         scores = _processed(scores, state, processors)
-    if rules.sampling.penalised:
+    if rules.sampling.penalized:
         scores = _penalised(scores, state, rules.sampling)
     if rules.sampling.min_tokens and rules.stops:
         early = state["drawn"] < rules.sampling.min_tokens
         banned = _among(mx.arange(logits.shape[-1]), rules.stops)
         scores = mx.where(early[:, None] & banned, -mx.inf, scores)
-    elif not processors and not rules.sampling.penalised:
+    elif not processors and not rules.sampling.penalized:
         return None
     return scores
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlxrl.types import Sampling
+from mlxrl.settings import Sampling
 
 
 def fold(keys: mx.array, numbers: mx.array) -> mx.array:
@@ -72,7 +72,7 @@ def sample(
         tokens = mx.where(forced >= 0, forced, tokens)
     normaliser = peak + mx.log(total)[:, None]
     logprobs = (mx.take_along_axis(logits, tokens[:, None], axis=-1) - normaliser)[:, 0]
-    best = _best(logits, normaliser, sampling.candidates) if sampling.candidates else None
+    best = _best(logits, normaliser, sampling.num_top) if sampling.num_top else None
     return Sampled(tokens, logprobs, keys, truncated, best)
 
 

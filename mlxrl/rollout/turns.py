@@ -13,7 +13,8 @@ from typing import Any
 from mlxrl.rewards import text_of
 from mlxrl.rollout.render import PromptError, render, written
 from mlxrl.rollout.row import Row
-from mlxrl.types import Message, Sampling, Task, Turn
+from mlxrl.settings import Sampling
+from mlxrl.types import Message, Task, TokenDetails, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +157,10 @@ def turn_of(tokenizer: Any, row: Row, sampling: Sampling, observation: tuple[int
         tuple(row.ids),
         tuple(row.logprobs),
         tokenizer.decode(row.ids, skip_special_tokens=True),
-        forced=tuple(row.forced),
-        truncated=tuple(row.truncated) or None,
-        candidates=tuple(row.candidates) if sampling.candidates else None,
-        candidate_logprobs=tuple(row.candidate_logprobs) if sampling.candidates else None,
+        details=TokenDetails(
+            tuple(row.forced),
+            tuple(row.truncated) or None,
+            tuple(row.candidates) if sampling.num_top else None,
+            tuple(row.candidate_logprobs) if sampling.num_top else None,
+        ),
     )

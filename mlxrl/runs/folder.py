@@ -16,9 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxrl.atomic import write_text
+from mlxrl.files import append_line, plain, write_text
 from mlxrl.rewards import best_and_worst
-from mlxrl.runs.lines import append_line, plain
 from mlxrl.types import Group, Trajectory
 
 State = Literal["configured", "running", "cancelled", "interrupted", "failed", "succeeded"]
@@ -135,10 +134,16 @@ def _sample(one: Trajectory) -> dict[str, Any]:
 
 def _played(one: Trajectory) -> dict[str, Any]:
     """The turns of an episode and how its environment failed, nothing for an answer without one."""
-    if not one.error and not any(turn.seen for turn in one.turns):
+    if not one.error and not any(turn.observation_text for turn in one.turns):
         return {}
     turns = [
-        {"observation": t.seen, "action": t.text, "reward": t.reward, "length": len(t.action), "invalid": t.invalid}
+        {
+            "observation": t.observation_text,
+            "action": t.text,
+            "reward": t.reward,
+            "length": len(t.tokens),
+            "invalid": t.invalid,
+        }
         for t in one.turns
     ]
     return {"turns": turns, **({"error": one.error} if one.error else {})}

@@ -123,7 +123,7 @@ class Console:
         """The best and the worst attempt of the group whose rewards differ most."""
         group = max(groups, key=_spread)
         prompt = group[0].task.prompt
-        first = next((one.turns[0].seen for one in group if one.turns), "")
+        first = next((one.turns[0].observation_text for one in group if one.turns), "")
         asked = self._shown(first or (prompt if isinstance(prompt, str) else text_of(list(prompt))))
         if self._plain:
             self._say(f"  asked  {asked}")
@@ -213,7 +213,7 @@ class Console:
 def _said(one: Trajectory) -> str:
     """What a model has said; of an episode, what it was told in between, too."""
     first = one.turns[0].text if one.turns else ""
-    return " ".join([first, *(f"[{turn.seen}] {turn.text}" for turn in one.turns[1:])])
+    return " ".join([first, *(f"[{turn.observation_text}] {turn.text}" for turn in one.turns[1:])])
 
 
 def _spread(group: Group) -> float:

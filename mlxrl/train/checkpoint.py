@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxrl.atomic import replacing, write_text
+from mlxrl.files import replacing, write_text
 from mlxrl.policy.adapters import load_weights
 from mlxrl.policy.load import Policy
 

@@ -26,7 +26,7 @@ def of_episodes(trajectories: Sequence[Trajectory]) -> Metrics:
     metrics: Metrics = {
         "episodes/turns": len(turns) / len(played),
         "episodes/invalid": float(sum(turn.invalid for turn in turns)),
-        "episodes/rewritten": float(sum(turn.fresh for turn in turns)),
+        "episodes/rewritten": float(sum(turn.history_rewritten for turn in turns)),
         "episodes/errors": float(len(errors)),
         "episodes/close_errors": float(len(unclosed)),
     }

@@ -15,8 +15,9 @@ from mlxrl.rollout.episodes import refuse_limits, rollout
 from mlxrl.rollout.play import Limits
 from mlxrl.rollout.sampling import key_of
 from mlxrl.rollout.worlds import Factory, earns
+from mlxrl.settings import Sampling
 from mlxrl.train.loop import require_finite
-from mlxrl.types import Sampling, Task, Trajectory
+from mlxrl.types import Task, Trajectory
 
 RESAMPLES = 10_000
 

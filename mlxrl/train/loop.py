@@ -22,6 +22,7 @@ from mlxrl.rollout.episodes import refuse_limits, rollout
 from mlxrl.rollout.play import Limits
 from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.worlds import Factory, earns
+from mlxrl.settings import Sampling
 from mlxrl.train.draw import Drawn, draw, draw_key, further_tasks
 from mlxrl.train.episodes import of_episodes
 from mlxrl.train.optimizer import optimizer as make_optimizer
@@ -29,7 +30,7 @@ from mlxrl.train.pack import pack
 from mlxrl.train.parts import parts as dealt
 from mlxrl.train.step import averaged, fill, update
 from mlxrl.train.teacher import Teacher, teacher_of
-from mlxrl.types import Algorithm, Group, Metrics, Pack, Sampling, Task
+from mlxrl.types import Algorithm, Batch, Group, Metrics, Task
 
 SKIPS = 3
 Shape = Callable[[Sequence[Group]], Sequence[Group]]
@@ -170,7 +171,7 @@ def _refuse(algo: Algorithm, functions: Sequence[Any], shape: Shape | None, max_
 
 def _keeping(sampling: Sampling, algo: Algorithm) -> Sampling:
     """The sampling that keeps as many candidates as the algorithm compares."""
-    return replace(sampling, candidates=max(sampling.candidates, candidates_kept(algo)))
+    return replace(sampling, num_top=max(sampling.num_top, candidates_kept(algo)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ class Learning:
             for part in parts
         ]
 
-    def _updates(self, batch: Pack, algo: Algorithm, key: str) -> Iterator[Pack]:
+    def _updates(self, batch: Batch, algo: Algorithm, key: str) -> Iterator[Batch]:
         """The batch of every optimizer step. Before several, what they compare with is computed."""
         if self.epochs * min(self.minibatches, len(batch.groups)) > 1:
             batch = fill(self.policy, batch, algo.needs | {"old"}, teacher=self.judge, algo=algo)

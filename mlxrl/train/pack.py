@@ -12,7 +12,7 @@ import numpy as np
 from mlxrl.algo.echo import not_predicted
 from mlxrl.algo.probe import candidates_kept
 from mlxrl.train.rows import Row, first, rows_of, with_prompt
-from mlxrl.types import Algorithm, Group, Minibatch, Pack, Totals
+from mlxrl.types import Algorithm, Batch, Group, MicroBatch, Totals
 
 TOKENS_PER_PASS = 2048
 PASS = 48  # tokens that a forward and backward of any size costs beyond its own, as measured
@@ -25,7 +25,7 @@ def pack(
     *,
     tokens_per_pass: int | None = None,
     max_tokens_per_row: int | None = None,
-) -> Pack:
+) -> Batch:
     """Credit the trajectories, drop rows without signal, and lay the others out in minibatches.
 
     A group's rows share their prompt as the prefix where that saves enough; other rows stand with their prompt,
@@ -37,7 +37,7 @@ def pack(
     Args:
         tokens_per_pass: padded tokens of a forward at most, the prefix included; one row may exceed it.
         max_tokens_per_row: where a row is cut, its prompt included. Tokens behind it are not trained on and not
-            needed; the totals count them, and `Pack.cut` says how many of them the model chose.
+            needed; the totals count them, and `Batch.cut` says how many of them the model chose.
     """
     budget = TOKENS_PER_PASS if tokens_per_pass is None else tokens_per_pass
     for name, value in (("tokens_per_pass", budget), ("max_tokens_per_row", max_tokens_per_row)):
@@ -62,7 +62,7 @@ def pack(
     heard = [[row for row in group if _has_signal(row, speaks)] for group in rows]
     totals = totals_of(groups, sum(len(group) for group in heard), sum(read.values()))
     minibatches = tuple(_minibatches(heard, budget))
-    return Pack(minibatches, totals, tuple(groups), dict(cut), dict(read))
+    return Batch(minibatches, totals, tuple(groups), dict(cut), dict(read))
 
 
 def _summed(groups: Sequence[Sequence[Row]], count: Callable[[Row], int]) -> Counter[int]:
@@ -80,18 +80,18 @@ def _has_signal(row: Row, speaks: bool) -> bool:
 def totals_of(groups: Sequence[Group], heard: int, observations: int = 0) -> Totals:
     """The denominators of groups of which so many rows are computed, and so many observed tokens are predicted."""
     trajectories = [trajectory for group in groups for trajectory in group]
-    rows = sum(1 + sum(turn.fresh for turn in trajectory.turns[1:]) for trajectory in trajectories)
+    rows = sum(1 + sum(turn.history_rewritten for turn in trajectory.turns[1:]) for trajectory in trajectories)
     return Totals(
-        tokens=sum(trajectory.chosen for trajectory in trajectories),
-        rows=rows,
+        tokens=sum(trajectory.num_sampled for trajectory in trajectories),
+        sequences=rows,
         groups=len(groups),
         max_tokens=max((trajectory.sampling.max_tokens for trajectory in trajectories), default=1),
-        silent=rows - heard,
-        observations=observations,
+        without_signal=rows - heard,
+        observation_tokens=observations,
     )
 
 
-def _minibatches(groups: Sequence[Sequence[Row]], budget: int) -> Iterator[Minibatch]:
+def _minibatches(groups: Sequence[Sequence[Row]], budget: int) -> Iterator[MicroBatch]:
     alone: list[Row] = []
     for group in chain.from_iterable(map(_alike, groups)):
         if len(group[0].prompt) * (len(group) - 1) >= SHARE_FROM:
@@ -110,7 +110,7 @@ def _alike(group: Sequence[Row]) -> Iterator[list[Row]]:
     yield from prompts.values()
 
 
-def _batches(rows: Sequence[Row], prefix: int, budget: int) -> Iterator[Minibatch]:
+def _batches(rows: Sequence[Row], prefix: int, budget: int) -> Iterator[MicroBatch]:
     """Passes over rows of like length, the shortest first."""
     ordered = sorted(rows, key=lambda row: row.length)
     shared = mx.array(rows[0].prompt, mx.int32) if rows else None
@@ -151,23 +151,23 @@ def widest(prompt: int, completion: int, group: int, groups: int, budget: int) -
     return prefix, min(rows, max(1, (budget - prefix) // tokens)), tokens
 
 
-def minibatch(rows: Sequence[Row], prefix: mx.array | None = None) -> Minibatch:
+def minibatch(rows: Sequence[Row], prefix: mx.array | None = None) -> MicroBatch:
     """Rows of one prefix, padded to the same length; those that are given one array as prefix run it once."""
     width = max(row.length for row in rows)
 
     def stacked(name: str) -> mx.array:
         return mx.array(np.stack([_padded(getattr(row, name), width) for row in rows]))
 
-    return Minibatch(
+    return MicroBatch(
         prefix=mx.array(rows[0].prompt, mx.int32) if prefix is None else prefix,
         tokens=stacked("tokens"),
         mask=stacked("mask"),
-        advantage=stacked("advantage"),
-        rollout=stacked("rollout"),
+        advantages=stacked("advantage"),
+        sampler_logprobs=stacked("rollout"),
         temperature=rows[0].temperature,
-        candidates=None if rows[0].candidates is None else stacked("candidates"),
-        rows=tuple(row.number for row in rows),
-        observed=None if rows[0].observed is None else stacked("observed"),
+        top_ids=None if rows[0].candidates is None else stacked("candidates"),
+        trajectories=tuple(row.number for row in rows),
+        observation_mask=None if rows[0].observed is None else stacked("observed"),
     )
 
 

@@ -65,9 +65,9 @@ def rows_of(
     skip: Collection[int] | None = None,
 ) -> list[Row]:
     """The rows of a trajectory: one, and a further one from each turn on whose observation is a whole new prompt."""
-    starts = [index for index, turn in enumerate(trajectory.turns) if not index or turn.fresh]
+    starts = [index for index, turn in enumerate(trajectory.turns) if not index or turn.history_rewritten]
     parts = [trajectory.turns[a:b] for a, b in pairwise([*starts, len(trajectory.turns)])] if starts else []
-    ends = np.cumsum([sum(turn.chosen for turn in part) for part in parts]).tolist()
+    ends = np.cumsum([sum(turn.num_sampled for turn in part) for part in parts]).tolist()
     credits = [credit[a:b] if isinstance(credit, Sequence) else credit for a, b in pairwise([0, *ends])]
     return [
         row_of(number, replace(trajectory, turns=part if skip is None else _apart(part)), own, kept, skip)
@@ -78,10 +78,10 @@ def rows_of(
 def _apart(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     """Turns of a row whose first observation is a whole new prompt: it ends where the environment's answer begins."""
     first, *later = turns
-    place = len(first.observation) - first.new
-    if not (first.fresh and first.new):
+    place = len(first.observation) - first.new_suffix
+    if not (first.history_rewritten and first.new_suffix):
         return turns
-    answer = replace(first, observation=first.observation[place:], fresh=False)
+    answer = replace(first, observation=first.observation[place:], history_rewritten=False)
     return (Turn(first.observation[:place], (), ()), answer, *later)
 
 
@@ -101,7 +101,7 @@ def row_of(
     logprobs: list[float] = []
     for index, turn in enumerate(trajectory.turns):
         read = () if index == 0 else turn.observation
-        tokens += [*read, *turn.action]
+        tokens += [*read, *turn.tokens]
         sampled += [False] * len(read) + _chosen(turn)
         logprobs += [0.0] * len(read) + list(turn.logprobs)
     mask = np.array(sampled, bool)
@@ -121,8 +121,8 @@ def row_of(
 
 
 def _chosen(turn: Turn) -> list[bool]:
-    forced = set(turn.forced)
-    return [place not in forced for place in range(len(turn.action))]
+    forced = set(turn.details.forced)
+    return [place not in forced for place in range(len(turn.tokens))]
 
 
 def _observed(trajectory: Trajectory, skip: Collection[int]) -> np.ndarray:
@@ -130,7 +130,7 @@ def _observed(trajectory: Trajectory, skip: Collection[int]) -> np.ndarray:
     found: list[float] = []
     for index, turn in enumerate(trajectory.turns):
         read = turn.observation if index else ()
-        found += [float(token not in skip) for token in read] + [0.0] * len(turn.action)
+        found += [float(token not in skip) for token in read] + [0.0] * len(turn.tokens)
     return np.array(found, np.float32) * (trajectory.stop != "error")
 
 
@@ -138,14 +138,14 @@ def _candidates(trajectory: Trajectory, kept: int) -> np.ndarray:
     """[T, K] the likeliest ids as they were kept while sampling, 0 where the model read."""
     found: list[list[tuple[int, ...]]] = []
     for index, turn in enumerate(trajectory.turns):
-        got = min((len(ids) for ids in turn.candidates or ((),)), default=0)
-        if turn.action and got < kept:
+        got = min((len(ids) for ids in turn.details.top_ids or ((),)), default=0)
+        if turn.tokens and got < kept:
             raise ValueError(
                 f"pack: the algorithm compares the sampler's {kept} likeliest tokens with a teacher's, and {got} were "
-                f"kept; sample with Sampling(candidates={kept})"
+                f"kept; sample with Sampling(num_top={kept})"
             )
         found.append([(0,) * kept] * (len(turn.observation) if index else 0))
-        found.append([ids[:kept] for ids in turn.candidates or ()])
+        found.append([ids[:kept] for ids in turn.details.top_ids or ()])
     return np.array([ids for part in found for ids in part], np.int32).reshape(-1, kept)
 
 

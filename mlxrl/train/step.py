@@ -22,13 +22,13 @@ from mlxrl.policy.recompute import recomputed
 from mlxrl.train.forward import forward, with_tokens
 from mlxrl.train.teacher import Teacher, taught, teacher_of
 from mlxrl.train.units import unit_gradient, units
-from mlxrl.types import Algorithm, Metrics, Minibatch, Pack
+from mlxrl.types import Algorithm, Batch, Metrics, MicroBatch
 
 
 def update(
     policy: Policy,
     optimizer: optim.Optimizer,
-    batch: Pack,
+    batch: Batch,
     algo: Algorithm,
     *,
     teacher: Policy | Teacher | Literal["base"] | None = None,
@@ -61,8 +61,8 @@ def update(
         scale = min(1.0, max_grad_norm / (norm + 1e-6))
         optimizer.update(policy.model, tree_map(lambda leaf: leaf * scale, gradients))
         mx.eval(policy.model.trainable_parameters(), optimizer.state)  # ends the step's graph
-    if batch.cut:
-        metrics["policy/cut_tokens"] = float(sum(batch.cut.values()))
+    if batch.dropped_tokens:
+        metrics["policy/cut_tokens"] = float(sum(batch.dropped_tokens.values()))
     metrics["policy/grad_norm"] = norm
     metrics["policy/skipped"] = float(not finite)
     metrics["policy/learning_rate"] = float(optimizer.learning_rate)
@@ -71,53 +71,55 @@ def update(
 
 def fill(
     policy: Policy,
-    batch: Pack,
+    batch: Batch,
     needs: frozenset[str],
     *,
     algo: Algorithm | None = None,
     teacher: Teacher | None = None,
-) -> Pack:
+) -> Batch:
     """Compute what the loss compares with, where it is not there yet: "old", "reference" and "teacher".
 
     All come from the function that the loss uses, so that equal weights give equal numbers.
     """
     compared = None if algo is None else comparison_of(algo)
-    found = list(batch.minibatches)
+    found = list(batch.micro_batches)
     if "teacher" in needs:
         assert teacher is not None or not any(map(_untaught, found))
         with kept_prefix():
             found = [taught(teacher, m, compared, batch.groups) if teacher and _untaught(m) else m for m in found]
     if "old" in needs:
         with kept_prefix():
-            found = [replace(m, **_old(policy, m)) if m.old is None else m for m in found]
+            found = [replace(m, **_old(policy, m)) if m.old_logprobs is None else m for m in found]
     if "reference" in needs:
         with kept_prefix(), without_adapters(policy.model):
-            found = [replace(m, reference=_fixed(policy, m)) if m.reference is None else m for m in found]
-    return replace(batch, minibatches=tuple(found))
+            found = [
+                replace(m, reference_logprobs=_fixed(policy, m)) if m.reference_logprobs is None else m for m in found
+            ]
+    return replace(batch, micro_batches=tuple(found))
 
 
-def _untaught(minibatch: Minibatch) -> bool:
-    found = (minibatch.teacher, minibatch.teacher_candidates, minibatch.teacher_hidden)
+def _untaught(minibatch: MicroBatch) -> bool:
+    found = (minibatch.teacher_logprobs, minibatch.teacher_top_logprobs, minibatch.teacher_hidden)
     return all(array is None for array in found)
 
 
-def _old(policy: Policy, minibatch: Minibatch) -> dict[str, mx.array]:
+def _old(policy: Policy, minibatch: MicroBatch) -> dict[str, mx.array]:
     """Log-probs at the present weights, of the tokens and of the candidates where there are any."""
-    if minibatch.candidates is None:
-        return {"old": _fixed(policy, minibatch)}
+    if minibatch.top_ids is None:
+        return {"old_logprobs": _fixed(policy, minibatch)}
     both = _fixed(policy, minibatch, with_tokens(minibatch))
-    return {"old": both[..., 0], "old_candidates": both[..., 1:]}
+    return {"old_logprobs": both[..., 0], "old_top_logprobs": both[..., 1:]}
 
 
-def _fixed(policy: Policy, minibatch: Minibatch, candidates: mx.array | None = None) -> mx.array:
+def _fixed(policy: Policy, minibatch: MicroBatch, candidates: mx.array | None = None) -> mx.array:
     with training(policy.model):
-        chosen = mx.stop_gradient(logprobs(policy, minibatch, candidates=candidates, gradient=False).chosen)
+        chosen = mx.stop_gradient(logprobs(policy, minibatch, candidates=candidates, gradient=False).token_logprobs)
         mx.eval(chosen)  # the pass's activations end here
     return chosen
 
 
 def gradient(
-    policy: Policy, batch: Pack, algo: Algorithm, teacher: Teacher | None = None, *, recompute: bool = False
+    policy: Policy, batch: Batch, algo: Algorithm, teacher: Teacher | None = None, *, recompute: bool = False
 ) -> tuple[Metrics, Any | None]:
     """Metrics and gradient of a batch, summed over its minibatches; no gradient where it has none.
 
@@ -128,7 +130,7 @@ def gradient(
         metrics as floats, and a tree like the policy's trainable parameters.
     """
 
-    def loss(minibatch: Minibatch) -> tuple[mx.array, Metrics]:
+    def loss(minibatch: MicroBatch) -> tuple[mx.array, Metrics]:
         new = forward(policy, minibatch, algo, teacher)
         return algo.loss(new, minibatch, batch.totals)
 
@@ -136,7 +138,7 @@ def gradient(
     total: Any = None
     dropout = policy.lora is not None and policy.lora.dropout > 0
     with training(policy.model, dropout=dropout), recomputed(policy.model) if recompute else nullcontext():
-        for unit in units(batch.minibatches, policy.shares_prefix):
+        for unit in units(batch.micro_batches, policy.shares_prefix):
             found, gradients = unit_gradient(policy, unit, loss)
             total = gradients if total is None else tree_map(mx.add, total, gradients)
             mx.eval(total, found)  # a pass's activations end here, not with the batch

@@ -18,7 +18,7 @@ from mlxrl.policy.logprobs import logprobs, training
 from mlxrl.rollout.render import render
 from mlxrl.train.pack import minibatch as packed
 from mlxrl.train.rows import first_chosen, row_of, with_prompt
-from mlxrl.types import Algorithm, Comparison, Group, Minibatch, Task, Trajectory
+from mlxrl.types import Algorithm, Comparison, Group, MicroBatch, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ def check_vocabularies(ours: Any, theirs: Any) -> None:
             )
 
 
-def taught(teacher: Teacher, minibatch: Minibatch, comparison: Comparison | None, groups: Sequence[Group]) -> Minibatch:
+def taught(
+    teacher: Teacher, minibatch: MicroBatch, comparison: Comparison | None, groups: Sequence[Group]
+) -> MicroBatch:
     """A minibatch with what its loss compares with: log-probs of the tokens, of candidates, or hidden states.
 
     groups: those of the step, of whose trajectories the rows are.
@@ -114,40 +116,40 @@ def taught(teacher: Teacher, minibatch: Minibatch, comparison: Comparison | None
     rows = [trajectory for group in groups for trajectory in group]
     view = minibatch if teacher.hint is None else _hinted(teacher, minibatch, rows)
 
-    def placed(array: mx.array, source: Minibatch = view, target: Minibatch = minibatch) -> mx.array:
+    def placed(array: mx.array, source: MicroBatch = view, target: MicroBatch = minibatch) -> mx.array:
         return array if source is target else _moved(array, source, target)
 
     with training(teacher.policy.model), teacher.seated():
         if comparison is None:
-            found = {"teacher": placed(logprobs(teacher.policy, view, gradient=False).chosen)}
+            found = {"teacher_logprobs": placed(logprobs(teacher.policy, view, gradient=False).token_logprobs)}
         elif comparison.support == "vocabulary":
             found = {"teacher_hidden": placed(hidden_at(teacher.policy, view))}
         elif comparison.support == "teacher":
-            ids, values = likeliest(teacher.policy, view, comparison.k)
-            found = {"candidates": placed(ids), "teacher_candidates": placed(values)}
+            ids, values = likeliest(teacher.policy, view, comparison.num_top)
+            found = {"top_ids": placed(ids), "teacher_top_logprobs": placed(values)}
         else:
-            assert minibatch.candidates is not None
-            ids = placed(minibatch.candidates, minibatch, view)
-            values = logprobs(teacher.policy, view, candidates=ids, gradient=False).chosen
-            found = {"teacher_candidates": placed(values)}
+            assert minibatch.top_ids is not None
+            ids = placed(minibatch.top_ids, minibatch, view)
+            values = logprobs(teacher.policy, view, candidates=ids, gradient=False).token_logprobs
+            found = {"teacher_top_logprobs": placed(values)}
         found = {name: mx.stop_gradient(array) for name, array in found.items()}
         mx.eval(found)  # the pass's activations end here
     return replace(minibatch, **found)
 
 
-def _hinted(teacher: Teacher, minibatch: Minibatch, rows: Sequence[Trajectory]) -> Minibatch:
+def _hinted(teacher: Teacher, minibatch: MicroBatch, rows: Sequence[Trajectory]) -> MicroBatch:
     """The same completions under the teacher's prompts."""
     chosen = np.count_nonzero(np.array(minibatch.mask), axis=1).tolist()
     shown = [
         first_chosen(row_of(number, _with_hint(teacher, rows[number]), 0.0), count)
-        for number, count in zip(minibatch.rows, chosen, strict=True)
+        for number, count in zip(minibatch.trajectories, chosen, strict=True)
     ]
     return packed(shown if minibatch.prefix.size else [with_prompt(row) for row in shown])
 
 
 def _with_hint(teacher: Teacher, row: Trajectory) -> Trajectory:
     assert teacher.hint is not None
-    if any(turn.fresh for turn in row.turns):
+    if any(turn.history_rewritten for turn in row.turns):
         raise ValueError("teacher: hint: wanted trajectories of one row, got one whose history was rewritten")
     prompt = render(teacher.policy.tokenizer, hinted(row.task, teacher.hint), thinking=teacher.thinking)
     return replace(row, turns=(replace(row.turns[0], observation=prompt), *row.turns[1:]))
@@ -171,7 +173,7 @@ def hinted(task: Task, hint: str) -> Task:
     return replace(task, prompt=(*task.prompt[:-1], {**last, "content": f"{last['content']}\n\n{text}"}))
 
 
-def _moved(array: mx.array, source: Minibatch, target: Minibatch) -> mx.array:
+def _moved(array: mx.array, source: MicroBatch, target: MicroBatch) -> mx.array:
     """Values [B, T, ...] of sampled tokens in the places that the same tokens have in another layout of the rows."""
     places = [np.array(batch.mask).reshape(-1) > 0 for batch in (source, target)]
     values = array.reshape(-1, *array.shape[2:])[mx.array(np.flatnonzero(places[0]))]

@@ -14,12 +14,12 @@ from mlxrl.policy.adapters import leaves
 from mlxrl.policy.load import Policy
 from mlxrl.policy.prefix import Prefix, carrying, run_prefix
 from mlxrl.policy.recompute import Arrays, bound
-from mlxrl.types import Metrics, Minibatch
+from mlxrl.types import Metrics, MicroBatch
 
-Loss: TypeAlias = Callable[[Minibatch], tuple[mx.array, Metrics]]
+Loss: TypeAlias = Callable[[MicroBatch], tuple[mx.array, Metrics]]
 
 
-def units(minibatches: Sequence[Minibatch], sharing: bool = True) -> Iterator[list[Minibatch]]:
+def units(minibatches: Sequence[MicroBatch], sharing: bool = True) -> Iterator[list[MicroBatch]]:
     """Neighbours that carry the same prefix array together, others alone; all alone where the model cannot share."""
     if not sharing:
         yield from ([minibatch] for minibatch in minibatches)
@@ -29,7 +29,7 @@ def units(minibatches: Sequence[Minibatch], sharing: bool = True) -> Iterator[li
         yield [minibatch for _, minibatch in unit]
 
 
-def unit_gradient(policy: Policy, unit: Sequence[Minibatch], loss: Loss) -> tuple[list[Metrics], Any]:
+def unit_gradient(policy: Policy, unit: Sequence[MicroBatch], loss: Loss) -> tuple[list[Metrics], Any]:
     """The metrics of every minibatch of a unit, and the gradient of the sum of their losses.
 
     One after the other they run forward and backward against the prefix's caches, which only then hand their summed
@@ -49,14 +49,14 @@ def unit_gradient(policy: Policy, unit: Sequence[Minibatch], loss: Loss) -> tupl
     return found, gradients
 
 
-def _summed(policy: Policy, unit: Sequence[Minibatch], loss: Loss, run: Prefix, found: list[Metrics]) -> mx.array:
+def _summed(policy: Policy, unit: Sequence[MicroBatch], loss: Loss, run: Prefix, found: list[Metrics]) -> mx.array:
     """The sum of the losses as a function of the parameters and of the prefix's run, its gradient made with it."""
     carried = Arrays()
     form = carried.out_of((run.last, run.caches))
     parameters = leaves(policy.model.trainable_parameters())
     names = [name for name, _ in parameters]
 
-    def one(minibatch: Minibatch, *primals: mx.array) -> tuple[mx.array, Metrics]:
+    def one(minibatch: MicroBatch, *primals: mx.array) -> tuple[mx.array, Metrics]:
         last, caches = carried.into(form, primals[len(names) :])
         own = tree_unflatten(list(zip(names, primals, strict=False)))
         with bound(policy.model, own), carrying(policy.model, minibatch.prefix, Prefix(last, caches)):

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrl.algo import Recipe
-from mlxrl.types import Logprobs, Minibatch, Totals
+from mlxrl.types import Logprobs, MicroBatch, Totals
 
 Results = dict[str, Any]
 
@@ -76,16 +76,16 @@ class Case:
         rows = int((mask.sum(axis=1) > 0).sum()) if filled else len(mask)
         return Totals(int(mask.sum()) if tokens is None else tokens, rows, 1, max_tokens)
 
-    def minibatch(self, advantage: Any) -> Minibatch:
+    def minibatch(self, advantage: Any) -> MicroBatch:
         """The case as a minibatch; what it does not have is left out."""
         given = {
-            name: self[f"logp_{key}"]
+            f"{name}_logprobs": self[f"logp_{key}"]
             for name, key in (("old", "old"), ("reference", "ref"), ("teacher", "teacher"))
             if f"logp_{key}" in self
         }
         rollout = self["logp_rollout"] if "logp_rollout" in self else self["logp_old"]
         tokens = mx.zeros(self.mask.shape, dtype=mx.int32)
-        return Minibatch(tokens[0, :0], tokens, self.mask, self.per_token(advantage), rollout, **given)
+        return MicroBatch(tokens[0, :0], tokens, self.mask, self.per_token(advantage), rollout, **given)
 
     def run(self, recipe: Recipe, totals: Totals, advantage: Any = None, **changes: Any) -> Run:
         """Loss, gradient with respect to the new log-probs, and metrics of a recipe's loss on this case."""

@@ -461,7 +461,7 @@ def vespo_trl(case: Case) -> Results:
 
 def row_mean_of(case: Case, values: mx.array, mask: mx.array, filled: bool = False) -> mx.array:
     """Mean over rows (all, or those with tokens) of the row's mean over the tokens of another mask."""
-    return mismatch.row_means(values, mask).sum() / case.totals(filled=filled).rows
+    return mismatch.row_means(values, mask).sum() / case.totals(filled=filled).sequences
 
 
 def prime_metrics(case: Case, dropped: mx.array, filled: bool = False) -> Results:

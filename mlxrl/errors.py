@@ -1,0 +1,49 @@
+"""What the user can put right: one base class, and the parts of its one-line messages."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
+
+
+class UserError(ValueError):
+    """Something the user can put right. Its text is one line: where, what was wanted, what was got, what to do.
+
+    parts: of the line, from the outermost place inwards; the last one is the message.
+    exit_code: of the command line that ends with it.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = tuple(one_line(part) for part in parts if part)
+        super().__init__(": ".join(self.parts))
+
+    def within(self, *outer: str) -> Self:
+        """The same error with the places around it in front."""
+        return type(self)(*outer, *self.parts)
+
+
+def one_line(text: object, width: int | None = None) -> str:
+    """A text on one line, cut to so many characters."""
+    line = " ".join(str(text).split())
+    return line if width is None or len(line) <= width else line[: max(width - 3, 0)] + "..."
+
+
+def brief(value: Any, width: int = 60) -> str:
+    """A value for a message, as JSON writes it."""
+    if value is None:
+        return "nothing (null)"
+    try:
+        text = json.dumps(value, default=repr, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError):
+        text = f"a {type(value).__name__} that cannot be written out"
+    return one_line(text, width)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" where one of `names` is close to `name`, else nothing."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

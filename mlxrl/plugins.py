@@ -1,0 +1,103 @@
+"""User code by name, `module:name` or `file.py:name`: rewards, environments, algorithms, sinks, tools."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlxrl.errors import UserError, did_you_mean, one_line
+
+
+class PluginError(UserError):
+    """User code that cannot be found, imported or used."""
+
+
+def find(name: str, folder: str | Path | None = None) -> Any:
+    """What `module:name` or `file.py:name` names.
+
+    A file is a module by its own name, loaded once, whose folder is on the path: so its other users, its neighbours
+    and the processes that it starts find the same module. A module that is installed comes before a file of its name.
+
+    Args:
+        folder: where files and modules are looked for before the current directory.
+    Raises:
+        PluginError: one line that says what is missing.
+    """
+    module, attribute = _split(name)
+    path = _path_of(module, folder)
+    found = _imported(name, path.stem if path else module, path)
+    try:
+        return pkgutil.resolve_name(f"{found.__name__}:{attribute}")
+    except (AttributeError, ValueError):
+        hint = did_you_mean(attribute, [one for one in vars(found) if not one.startswith("_")])
+        raise PluginError(f"{name!r}: {module} has no {attribute!r}{hint}") from None
+
+
+def located(name: str, folder: str | Path | None = None) -> str:
+    """A name as it can be found from anywhere: a file's path is made absolute."""
+    module, attribute = _split(name)
+    path = _path_of(module, folder)
+    return f"{path}:{attribute}" if path else name
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, colon, attribute = name.rpartition(":")
+    if not colon or not module or not attribute:
+        raise PluginError(f"{name!r}: wanted 'module:name' or 'file.py:name'")
+    return module, attribute
+
+
+def _path_of(module: str, folder: str | Path | None) -> Path | None:
+    """The file that a module's name stands for, None for a module that is installed."""
+    is_file = module.endswith(".py")
+    installed = None if is_file else _installed(module)
+    relative = Path(module if is_file else module.replace(".", "/") + ".py").expanduser()
+    for base in (*((Path(folder),) if folder else ()), Path.cwd()):
+        path = (base / relative).resolve()
+        if path.is_file() and installed in (None, str(path)):
+            return path if is_file or "." not in module else None
+    if is_file:
+        raise PluginError(f"no file {module!r} beside the config or in the current directory")
+    return None
+
+
+def _installed(module: str) -> str | None:
+    """Where Python finds a module by itself."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return found.origin if found else None
+
+
+def _imported(name: str, module: str, path: Path | None) -> Any:
+    if path is not None and str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        if path is None or _installed(module) == str(path):
+            return importlib.import_module(module)
+        return _under_another_name(module, path)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        raise PluginError(f"{name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _under_another_name(module: str, path: Path) -> Any:
+    """The module of a file whose name another module has; processes that it starts cannot import it."""
+    name = f"{module}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return made

@@ -1,0 +1,303 @@
+"""Every setting, declared once: its type, bounds, default and meaning. TOML and Python have the same names and shape.
+
+In TOML a class is the table of its name, `[rollout] group_size = 8`; in Python it is a value, `Rollout(group_size=8)`.
+A default is what a run does without the key; None stands for a key that is left out. Paths are looked for beside the
+config file first, then in the current directory; `run.folder` is relative to the current directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from mlxrl.checked import (
+    Characters,
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    SettingError,
+    Share,
+    Text,
+    Unbounded,
+    because,
+    checked,
+    says,
+)
+from mlxrl.errors import brief
+
+LONGEST = 1e6
+"""Seconds that a call of user code may be given at most."""
+LARGEST_REWARD = 1e30
+"""The size of a reward at most: the square of a larger one is no float32."""
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@checked("model")
+class Model:
+    """The model that is trained."""
+
+    id: Annotated[Text, says("Hugging Face id, mlx-lm folder, or llama .gguf file")]
+    dtype: Annotated[Dtype | None, says("type of the weights; left out, that of the files")] = None
+
+
+@checked("lora")
+class LoRA:
+    """Low-rank adapters y = W x + scale B A x (arXiv 2106.09685), the only weights that are trained."""
+
+    rank: Annotated[Count, says("rows of A and columns of B")] = 8
+    scale: Annotated[Positive, because("at 0 the adapter has no effect"), says("factor of B A")] = 2.0
+    dropout: Annotated[float, Meta(ge=0, lt=1), says("share of the adapter's inputs dropped in training")] = 0.0
+    keys: Annotated[tuple[Text, ...] | None, says("layers by name; left out, every linear layer of the blocks")] = None
+
+    def check(self) -> None:
+        if self.keys is not None and not self.keys:
+            raise SettingError("keys", "wanted at least one name, got none; leave it out for every linear layer")
+
+
+@checked("data")
+class Data:
+    """Where examples come from, and which column is the prompt. See `mlxrl.tasks` for what a source may be."""
+
+    train: Annotated[Text, says("source of the examples that are trained on")]
+    evaluation: Annotated[Text | None, says("source of the held-out examples")] = None
+    prompt: Annotated[Text, says("column with the prompt: a text, or a list of messages")] = "prompt"
+    columns: Annotated[Mapping[str, Text], says("renames: answer = 'solution'")] = field(default_factory=dict[str, str])
+    system: Annotated[Text | None, says("system message put before every prompt")] = None
+
+
+@checked("sampling")
+class Sampling:
+    """How tokens are drawn. Temperature comes first; the filters act on the tempered distribution.
+
+    A temperature of 0 is greedy decoding, whose log-probs are those of temperature 1. The penalties are mlx-lm's, on
+    the logits before the temperature. Evaluations take these settings with a temperature of their own and no filters.
+    """
+
+    max_tokens: Annotated[Count, says("tokens of a completion at most; with an environment, of each turn")] = 256
+    temperature: Annotated[NotNegative, says("divides the logits; 0 is greedy")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1), says("smallest set of tokens with this probability; 1 is off")] = 1.0
+    top_k: Annotated[Natural, says("the k most likely tokens; 0 is off")] = 0
+    min_p: Annotated[Share, says("tokens of at least this share of the most likely one; 0 is off")] = 0.0
+    stop_strings: Annotated[
+        tuple[Characters, ...], says("texts that end a completion, special tokens written out")
+    ] = ()
+    min_tokens: Annotated[Natural, says("tokens before which nothing ends a completion")] = 0
+    thinking: Annotated[bool | None, says("the chat template's thinking switch; left out, its default")] = None
+    thinking_budget: Annotated[Natural | None, says("tokens of thinking, after which its end is forced")] = None
+    repetition_penalty: Annotated[Positive, says("divides logits of recent tokens; 1 is off")] = 1.0
+    presence_penalty: Annotated[float, says("subtracted once from logits of recent tokens; 0 is off")] = 0.0
+    frequency_penalty: Annotated[float, says("subtracted for every time a token is among the recent; 0 is off")] = 0.0
+    penalty_context: Annotated[Count, says("recent tokens that the penalties look at, the prompt's included")] = 20
+    num_top: Annotated[Natural, says("most likely tokens whose ids and log-probs are kept at each place")] = 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def softmax_temperature(self) -> float:
+        """The temperature that log-probs are taken at: 1 for greedy decoding."""
+        return self.temperature or 1.0
+
+    def check(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise SettingError("min_tokens", f"wanted at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
+        if self.penalty_context != 20 and not self.penalized:
+            raise SettingError("penalty_context", "has no effect without a penalty")
+
+
+@checked("rollout")
+class Rollout:
+    """What a step samples: `group_size` completions of each of `tasks_per_step` prompts."""
+
+    tasks_per_step: Annotated[Count, says("prompts of a step")] = 4
+    group_size: Annotated[Count, says("completions of each prompt, which are compared with one another")] = 8
+    max_rows: Annotated[Count, says("sequences that decode together at most")] = 32
+    resampling_rounds: Annotated[
+        Natural, says("DAPO's dynamic sampling: rounds in which zero-variance groups are replaced; 0 is off")
+    ] = 0
+
+    def check(self) -> None:
+        if self.resampling_rounds and self.group_size == 1:
+            raise SettingError(
+                "resampling_rounds", "wanted 0, because a group of 1 completion has no two different rewards"
+            )
+
+
+@checked("reward")
+class Reward:
+    """The functions that score completions, and how their values become one reward."""
+
+    functions: Annotated[
+        tuple[Any, ...], says("`module:function` or `file.py:function`, of TRL's signature; in Python the functions")
+    ] = ()
+    weights: Annotated[tuple[float, ...] | None, says("one a function; left out, 1 each")] = None
+    overlong_buffer: Annotated[Natural, says("tokens before the limit in which reward is taken off; 0 is off")] = 0
+    overlong_factor: Annotated[Positive, says("what a completion at the limit loses")] = 1.0
+    overlong_cap: Annotated[Positive | None, says("the most that is taken off")] = None
+    length_penalty: Annotated[
+        NotNegative, says("what the longest of a group loses, in parts of the group's mean reward")
+    ] = 0.0
+
+    def check(self) -> None:
+        for name, default in (("overlong_factor", 1.0), ("overlong_cap", None)):
+            if not self.overlong_buffer and getattr(self, name) != default:
+                raise SettingError(name, "has no effect without overlong_buffer")
+        if twice := next((one for one in self.functions if self.functions.count(one) > 1), None):
+            raise SettingError("functions", f"{twice!r} stands there twice; use weights")
+        for one in self.functions:
+            if not callable(one) and not (isinstance(one, str) and one.strip()):
+                raise SettingError("functions", f"wanted functions, or their names, got {brief(one)}")
+
+
+@checked("environment")
+class EpisodeLimits:
+    """What an episode may take."""
+
+    max_turns: Annotated[Count, says("completions of an episode at most")] = 8
+    max_episode_tokens: Annotated[Count | None, says("tokens sampled in an episode at most, over all turns")] = None
+    timeout: Annotated[float, Meta(gt=0, le=LONGEST), says("seconds of a call of the environment")] = 60.0
+    invalid_penalty: Annotated[
+        float, Meta(ge=0, le=LARGEST_REWARD), says("what a turn loses whose action was invalid")
+    ] = 0.0
+
+
+@checked("environment")
+class Environment(EpisodeLimits):
+    """What answers the model where a task takes several turns; see `types.Environment`."""
+
+    factory: Annotated[Text | None, says("`module:Class` or `file.py:Class` that makes an episode's environment")] = (
+        None
+    )
+    arguments: Annotated[Mapping[str, Any], says("keywords of the factory")] = field(default_factory=dict[str, Any])
+
+    def check(self) -> None:
+        if self.factory is None:
+            for name, default in (("arguments", {}), ("max_turns", 8), ("max_episode_tokens", None),
+                                  ("timeout", 60.0), ("invalid_penalty", 0.0)):  # fmt: skip
+                if getattr(self, name) != default:
+                    raise SettingError(name, "has no effect without environment.factory")
+
+
+@checked("teacher")
+class Teacher:
+    """Who scores the samples, for an algorithm that learns from a teacher."""
+
+    id: Annotated[Text | None, says("model of the same vocabulary, or 'base': the model without adapters")] = None
+    dtype: Annotated[Dtype | None, says("type of its weights")] = None
+    adapter: Annotated[Text | None, says("folder with an adapter of it")] = None
+    hint: Annotated[Text | None, says("column put after the prompt for the teacher alone")] = None
+    thinking: Annotated[bool | None, says("the thinking switch of the hinted prompt")] = None
+
+    def check(self) -> None:
+        for name in ("dtype", "adapter"):
+            if self.id in (None, "base") and getattr(self, name) is not None:
+                raise SettingError(name, "has no effect, because teacher.id names no model to be loaded")
+
+
+@checked("train")
+class Train:
+    """How a step's completions become updates."""
+
+    tokens_per_pass: Annotated[
+        Count | None,
+        says("tokens of a forward and backward pass at most, which bounds memory; left out, chosen"),
+    ] = None
+    max_tokens_per_row: Annotated[
+        Count | None, says("tokens of a sequence, its prompt included, after which it is not trained on")
+    ] = None
+    recompute: Annotated[bool, says("gradient checkpointing: a third more time, far less memory")] = False
+    updates_per_rollout: Annotated[Count, says("epochs over the completions of a step")] = 1
+    minibatches: Annotated[Count, says("optimizer steps of an epoch, between which the groups are split anew")] = 1
+
+
+@checked("optimizer")
+class Optimizer:
+    """The optimizer and its learning rate, which rises over the warm-up and then follows the schedule."""
+
+    name: Annotated[Literal["adamw", "adam", "sgd", "lion"], says("MLX's; Adam's moments are corrected")] = "adamw"
+    learning_rate: Annotated[Positive, because("at 0 nothing is learned"), says("the highest of the run")] = 1e-5
+    schedule: Annotated[Literal["constant", "linear", "cosine"], says("how it falls to the last step")] = "constant"
+    warmup_steps: Annotated[Natural, says("steps of the run over which it rises")] = 0
+    weight_decay: Annotated[NotNegative, says("of adamw, sgd and lion")] = 0.0
+    betas: Annotated[
+        tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]] | None,
+        says("decay of the moments; left out, (0.9, 0.999), and (0.9, 0.99) for lion"),
+    ] = None
+    max_grad_norm: Annotated[
+        Positive, Unbounded, because("at 0 nothing is learned; inf switches clipping off"),
+        says("the gradient's norm is clipped to it"),
+    ] = 1.0  # fmt: skip
+
+    def check(self) -> None:
+        if self.weight_decay and self.name == "adam":
+            raise SettingError("weight_decay", "adam has none; wanted name = 'adamw', or weight_decay left out")
+        if self.betas is not None and self.name == "sgd":
+            raise SettingError("betas", "sgd has none; leave it out")
+
+
+@checked("memory")
+class Memory:
+    """Limits of MLX's allocator, in GB, 1e9 bytes."""
+
+    cache_limit: Annotated[
+        Annotated[float, Meta(ge=0, le=1e6)] | None, says("buffers kept for reuse; left out, a quarter of the memory")
+    ] = None
+    wired_limit: Annotated[
+        Annotated[float, Meta(gt=0, le=1e6)] | None, says("memory that MLX may wire on Metal; left out, MLX's own")
+    ] = None
+
+
+@checked("evaluation")
+class Evaluation:
+    """How held-out examples are evaluated."""
+
+    rows: Annotated[Count | None, says("the first so many examples; left out, all")] = None
+    temperature: Annotated[NotNegative, says("of the sampling; 0 is greedy")] = 0.0
+    success: Annotated[float, says("reward from which on an example counts as right")] = 1.0
+
+
+@checked("run")
+class Run:
+    """The run's folder, and how often what is written there."""
+
+    folder: Annotated[Text | None, says("left out, the first free one of runs/NAME, runs/NAME-2, ...")] = None
+    checkpoint_every: Annotated[Natural, says("steps between two checkpoints; 0 for none")] = 50
+    evaluate_every: Annotated[Natural, says("steps between two evaluations, besides first and last; 0 for none")] = 0
+    samples_every: Annotated[Natural, says("steps between two samples on the console; 0 for none")] = 10
+    sinks: Annotated[tuple[Text, ...], says("`file.py:sink`: what else receives every step")] = ()
+
+
+@checked("")
+class Config:
+    """A run. Together with the seed it decides everything that is drawn."""
+
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1), says("of all that is drawn")] = 0
+    steps: Annotated[Count, says("steps of the run")] = 100
+    model: Model
+    lora: LoRA = field(default_factory=LoRA)
+    data: Data
+    reward: Reward = field(default_factory=Reward)
+    sampling: Sampling = field(default_factory=Sampling)
+    rollout: Rollout = field(default_factory=Rollout)
+    environment: Environment = field(default_factory=Environment)
+    algorithm: Annotated[Mapping[str, Any], says("name of a recipe, and its arguments and terms")] = field(
+        default_factory=lambda: {"name": "grpo"}
+    )
+    teacher: Teacher = field(default_factory=Teacher)
+    train: Train = field(default_factory=Train)
+    memory: Memory = field(default_factory=Memory)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    run: Run = field(default_factory=Run)
