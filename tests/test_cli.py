@@ -202,7 +202,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     }  # fmt: skip
     assert (seen["evaluate"].pop(0), len(seen["evaluate"].pop(1)), seen["evaluate"].pop(2)) == (policy, 8, [function])
     assert seen["evaluate"] == {
-        "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules), 
+        "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules),
         "weights": (0.5,), "max_rows": 13, "thinking": True,
         "seed": 5,
     }  # fmt: skip
