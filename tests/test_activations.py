@@ -4,10 +4,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from helpers import assert_same_gradient, minibatch, moved
 from mlx_lm.models import activations as theirs
 from mlx_lm.models import qwen3, switch_layers
-from test_policy import minibatch, moved
-from test_train import assert_same_gradient
 
 from mlxrl.policy import activations as ours
 from mlxrl.policy.activations import activations, gated, gated_by, lean

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import a_policy
+from helpers import a_policy
 
 from mlxrl.rollout.episodes import rollout
 from mlxrl.settings import Sampling

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import attempt, close
 
 from mlxrl import algo
 from mlxrl.algo import (
@@ -29,17 +30,10 @@ from mlxrl.algo import (
 )
 from mlxrl.algo.defaults import CONVENTIONS, DEFAULTS
 from mlxrl.algo.numbers import refuse_number
-from mlxrl.types import Algorithm, Comparison, Logprobs, MicroBatch, Task, TokenDetails, Totals, Trajectory, Turn
+from mlxrl.types import Algorithm, Comparison, Logprobs, MicroBatch, TokenDetails, Totals, Trajectory, Turn
 
 NAN = float("nan")
 ARRAYS = ("tokens", "mask", "advantages", "sampler_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")
-
-
-def attempt(reward: float, tokens: int = 2, stop: Any = "eos", turns: Any = None) -> Trajectory:
-    """A trajectory of one turn, or of turns given as (state, reward, tokens)."""
-    made = [(None, 0.0, tokens)] if turns is None else turns
-    parts = tuple(Turn((1,), (2,) * n, (-1.0,) * n, reward=r, state=state) for state, r, n in made)
-    return Trajectory(Task("ask"), parts, reward=reward, stop=stop)
 
 
 def group(*rewards: float) -> tuple[Trajectory, ...]:
@@ -55,10 +49,6 @@ def minibatch(mask: Any, advantage: Any, **changes: Any) -> MicroBatch:
 
 def eager_and_compiled(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     return [function, mx.compile(function)]
-
-
-def close(got: Any, want: Any) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=2e-6, atol=1e-7)
 
 
 # Policy losses

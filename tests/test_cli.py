@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from helpers import CONFIG, EXAMPLE, JUDGE, ROOT
 from mlx.utils import tree_flatten, tree_map
 
 from mlxrl.cli import main
@@ -24,49 +25,6 @@ from mlxrl.train import loop
 from mlxrl.train.evaluate import Evaluation
 from mlxrl.train.teacher import Teacher
 from mlxrl.types import Task, Trajectory, Turn
-
-ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "arithmetic"
-
-CONFIG = f"""
-steps = 2
-[model]
-id = "{EXAMPLE}"
-[data]
-train = "{EXAMPLE}/train.jsonl"
-evaluation = "{EXAMPLE}/test.jsonl"
-prompt = "question"
-[reward]
-functions = ["judge.py:judge"]
-[rollout]
-tasks_per_step = 2
-group_size = 4
-max_tokens = 12
-[optimizer]
-learning_rate = 1e-3
-[evaluation]
-rows = 8
-[run]
-folder = "out/run"
-checkpoint_every = 1
-samples_every = 2
-"""
-
-JUDGE = """
-import signal
-import mlxrl.rewards
-calls = 0
-
-def judge(completions, answer, **_):
-    global calls
-    calls += 1
-    if len(set(answer)) <= 2:  # a step of 2 tasks, not an evaluation of 8 rows
-        on_step()
-    return [float(len(text) % 3) for text in completions]
-
-def on_step():
-    {on_step}
-"""
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_rollout import alone
+from helpers import alone
 
 from mlxrl.policy.load import policy
 from mlxrl.rollout.common import WORTH, beginning

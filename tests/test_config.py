@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from helpers import MINIMAL
 
 from mlxrl import config
 from mlxrl.algo.arguments import CONVENTIONS
@@ -16,16 +17,6 @@ from mlxrl.config import ConfigError
 from mlxrl.config.tables import Config
 
 PACKAGE = Path(config.__file__).parents[1]
-MINIMAL = """
-[model]
-id = "org/model"
-[data]
-train = "train.jsonl"
-evaluation = "test.jsonl"
-prompt = "question"
-[reward]
-functions = ["mlxrl.rewards:last_number_matches"]
-"""
 
 
 @pytest.fixture

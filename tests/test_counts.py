@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from test_train import a_policy, made
+from helpers import a_policy, made
 
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy import logprobs as module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -11,8 +10,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from test_policy import moved
-from test_train import a_policy, assert_same_gradient, flat, length, made
+from helpers import HINT, a_policy, assert_same_gradient, flat, length, made, moved, rows, with_tasks
 
 from mlxrl import algo
 from mlxrl.algo import distill, distributions
@@ -26,7 +24,7 @@ from mlxrl.train.loop import train
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient, update
 from mlxrl.train.teacher import Teacher, hinted, teacher_of
-from mlxrl.types import Batch, Group, Task, TokenDetails
+from mlxrl.types import Batch, Task
 from models import dense, tokenizer
 
 TERMS: list[dict[str, Any]] = [
@@ -40,7 +38,6 @@ TERMS: list[dict[str, Any]] = [
     {"teacher_term": "vocabulary", "teacher_divergence": "forward"},
     {"teacher_term": "vocabulary", "teacher_divergence": "jsd", "teacher_beta": 0.3},
 ]
-HINT = "the answer is 42, says the hint"
 
 
 def recipe(**options: Any) -> Any:
@@ -52,35 +49,10 @@ def a_teacher(seed: int = 1, **changes: Any) -> Policy:
     return policy(dense(seed, **changes), tokenizer(), lora=None)
 
 
-def with_tasks(group: Group, seed: int = 0, k: int = 8) -> Group:
-    """The group as it comes from a rollout: a prompt rendered from its task, a hint, and random candidates."""
-    task = Task("what is 6 x 7", {"hint": HINT, "none": ""})
-    prompt = render(tokenizer(), task)
-    draw = np.random.default_rng(seed)
-
-    def own(one: Any) -> Any:
-        (turn,) = one.turns
-        kept = tuple(tuple(draw.permutation(300)[:k].tolist()) for _ in turn.tokens)
-        return dataclasses.replace(
-            one, task=task, turns=(dataclasses.replace(turn, observation=prompt, details=TokenDetails(top_ids=kept)),)
-        )
-
-    return tuple(own(one) for one in group)
-
-
 def whole(p: Policy, prompt: tuple[int, ...], action: tuple[int, ...]) -> mx.array:
     """[T, V] log-probs that predict an action's tokens, all logits at once."""
     logits = p.model(mx.array([[*prompt, *action]]))[0, len(prompt) - 1 : -1]
     return distributions.log_softmax(logits)
-
-
-def rows(batch: Batch, name: str) -> dict[int, np.ndarray]:
-    """By row, the values at its chosen tokens."""
-    found: dict[int, np.ndarray] = {}
-    for m in batch:
-        for place, row in enumerate(m.trajectories):
-            found[row] = np.array(getattr(m, name))[place][np.array(m.mask)[place] > 0]
-    return found
 
 
 def a_batch(algorithm: Any, size: int = 4) -> Batch:

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from test_train import a_policy, flat
+from helpers import a_policy, flat
 
 from mlxrl import algo
 from mlxrl.rollout.sampling import fold

@@ -12,9 +12,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from test_algo import close
-from test_config import MINIMAL
-from test_train import a_policy, assert_same_gradient, flat, made
+from helpers import MINIMAL, a_policy, assert_same_gradient, close, flat, made
 
 from mlxrl import algo, config
 from mlxrl.algo.echo import at_step, with_echo

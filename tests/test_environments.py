@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from test_train import a_policy
+from helpers import a_policy
 
 import mlxrl as rl
 from mlxrl import algo

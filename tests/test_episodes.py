@@ -15,8 +15,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import moved
 from mlx.utils import tree_flatten
-from test_rollout import moved
 
 from mlxrl import algo
 from mlxrl.cli import main

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import FAMILIES, family, table
-from test_rollout import RAGGED, alone, requests
+from helpers import RAGGED, alone, requests
 
 from mlxrl.policy.load import policy
 from mlxrl.rollout.decode import Loop, decode

@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from helpers import by_hand, minibatch, moved
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta as module
-from test_policy import by_hand, minibatch, moved
 
 from mlxrl.policy import gated_delta as ours
 from mlxrl.policy.adapters import LoRA

@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_algo import attempt, close
-from test_train import a_policy, assert_same_gradient, made
+from helpers import a_policy, assert_same_gradient, attempt, close, made
 
 from mlxrl import algo
 from mlxrl.train.pack import pack

@@ -10,8 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from test_policy import minibatch
-from test_train import made
+from helpers import made, minibatch
 
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy import head as module

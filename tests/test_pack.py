@@ -7,9 +7,8 @@ from itertools import pairwise
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from test_distill import rows as chosen
-from test_distill import with_tasks
-from test_train import a_policy, assert_same_gradient, made
+from helpers import a_policy, assert_same_gradient, made, with_tasks
+from helpers import rows as chosen
 
 from mlxrl.algo.recipes import grpo, opd
 from mlxrl.train.pack import PASS, SHARE_FROM, _cuts, pack

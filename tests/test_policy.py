@@ -4,8 +4,8 @@ import json
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
+from helpers import by_hand, minibatch, moved
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding
@@ -13,49 +13,12 @@ from mlx_lm.tuner.lora import LoRAEmbedding
 from mlxrl.policy.adapters import LoRA, adapted, without_adapters
 from mlxrl.policy.load import load, policy
 from mlxrl.policy.logprobs import logprobs, training
-from mlxrl.types import MicroBatch
 from models import dense, hybrid, moe, tokenizer
 
 MODELS = [dense, hybrid, moe]
 EVERYTHING = (
     "self_attn.q_proj", "mlp.up_proj", "model.embed_tokens",
 )  # fmt: skip
-
-
-def moved(model: nn.Module, seed: int = 1) -> None:
-    """Make every adapter leaf random, so that the adapters have an effect."""
-    leaves = tree_flatten(model.trainable_parameters())
-    keys = mx.random.split(mx.random.key(seed), len(leaves))
-    model.load_weights(
-        [(name, 0.1 * mx.random.normal(leaf.shape, key=key)) for (name, leaf), key in zip(leaves, keys, strict=True)],
-        strict=False,
-    )
-    mx.eval(model.parameters())
-
-
-def minibatch(prefix: int, tokens: int = 7, rows: int = 3, temperature: float = 1.0, prompt: int = 0) -> MicroBatch:
-    """Random ids; row b has b tokens of padding, and `prompt` tokens that were not sampled in front."""
-    mask = np.ones((rows, tokens), np.float32)
-    mask[:, :prompt] = 0
-    for row in range(rows):
-        mask[row, tokens - row :] = 0
-    zeros = mx.zeros((rows, tokens))
-    draw = np.random.default_rng(0).integers(9, 300, size=(rows + 1, max(prefix, tokens)))
-    return MicroBatch(
-        mx.array(draw[0, :prefix], mx.int32), mx.array(draw[1:, :tokens], mx.int32), mx.array(mask), zeros, zeros,
-        temperature=temperature,
-    )  # fmt: skip
-
-
-def by_hand(model: nn.Module, batch: MicroBatch) -> mx.array:
-    """Log-probs of every row by a plain forward over its whole sequence."""
-    rows = []
-    for b in range(batch.tokens.shape[0]):
-        ids = mx.concatenate([batch.prefix, batch.tokens[b]])
-        logits = model(ids[None])[0].astype(mx.float32) / batch.temperature
-        every = mx.take_along_axis(logits[:-1] - mx.logsumexp(logits[:-1], -1, keepdims=True), ids[1:, None], -1)[:, 0]
-        rows.append(mx.concatenate([mx.zeros(1), every])[batch.prefix.size :] * batch.mask[b])
-    return mx.stack(rows)
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
+from helpers import flat, made
 from mlx.utils import tree_flatten
-from test_train import flat, made
 
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy.adapters import LoRA

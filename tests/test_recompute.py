@@ -7,10 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
+from architectures import EVERY, a_policy
+from helpers import flat, made, minibatch
 from mlx.utils import tree_flatten
-from test_architectures import EVERY, a_policy
-from test_policy import minibatch
-from test_train import flat, made
 
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy.adapters import LoRA

@@ -8,20 +8,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from helpers import BARE, GREEDY, RAGGED, Counted, alone, moved, requests
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import policy
 from mlxrl.policy.room import capacity_for
 from mlxrl.rollout.decode import Loop, decode
-from mlxrl.rollout.episodes import rollout, row_keys
+from mlxrl.rollout.episodes import rollout
 from mlxrl.rollout.fused import FusedLinear, fused
 from mlxrl.rollout.prefill import prefill
 from mlxrl.rollout.render import render
 from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
-from mlxrl.rollout.sampling import key_of
 from mlxrl.rollout.serve import service_of
 from mlxrl.rollout.slots import Slots
 from mlxrl.settings import Sampling
@@ -30,53 +29,6 @@ from models import dense, hybrid, moe, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("error:.*(is not compiled|decode together|one by one)")
 MODELS = [dense, hybrid, moe]
-GREEDY = Rules(Sampling(max_tokens=12, temperature=0.0))
-RAGGED = [tuple(range(20, 20 + n)) for n in (5, 3, 9, 1)]
-
-
-class Counted:
-    """A head whose forwards are counted. Where it is used, steps are not compiled, and the model is not checked."""
-
-    def __init__(self, head):
-        self.head, self.shapes = head, []
-
-    def trunk(self, tokens, cache=None):
-        self.shapes.append(tokens.shape)
-        return self.head.trunk(tokens, cache)
-
-    def project(self, hidden):
-        return self.head.project(hidden)
-
-    @property
-    def decoded(self):
-        """Rows of every decode step; tests prefill prompts of more than one token."""
-        return [rows for rows, tokens in self.shapes if tokens == 1]
-
-
-BARE = {"compiled": False, "service": "slots"}
-
-
-def alone(model, prompt: tuple[int, ...], tokens: int) -> list[int]:
-    """Greedy decoding by a plain forward over the whole sequence, every time."""
-    ids = list(prompt)
-    for _ in range(tokens):
-        ids.append(int(mx.argmax(model(mx.array([ids]))[0, -1]).item()))
-    return ids[len(prompt) :]
-
-
-def requests(prompts, copies: int = 1, limits=None) -> list[Request]:
-    keys = row_keys(key_of(0, 0), len(prompts), copies)
-    asked = [prompt for prompt in prompts for _ in range(copies)]
-    return [Request(prompt, keys[i], limits and limits[i]) for i, prompt in enumerate(asked)]
-
-
-def moved(p, scale: float = 0.1) -> None:
-    """Give the adapters an effect."""
-    leaves = tree_flatten(p.model.trainable_parameters())
-    keys = mx.random.split(mx.random.key(1), len(leaves))
-    pairs = [(name, scale * mx.random.normal(leaf.shape, key=k)) for (name, leaf), k in zip(leaves, keys, strict=True)]
-    p.model.load_weights(pairs, strict=False)
-    mx.eval(p.model.parameters())
 
 
 def quantised():
@@ -236,7 +188,7 @@ def test_a_compiled_step_uses_the_weights_as_they_are():
 @pytest.mark.parametrize("make", MODELS)
 def test_fused_adapters_give_the_logits_of_the_plain_ones_and_leave_no_trace(make):
     p = policy(make(), tokenizer(), lora=LoRA())
-    moved(p, 0.05)
+    moved(p, scale=0.05)
     ids = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     layers = {name: layer for name, layer in p.model.named_modules() if isinstance(layer, LoRALinear)}
     plain = p.model(ids)
@@ -253,7 +205,7 @@ def test_fused_adapters_keep_the_dtype_of_16_bit_weights():
     model = dense()
     model.set_dtype(mx.bfloat16)
     p = policy(model, tokenizer(), lora=LoRA())
-    moved(p, 0.02)
+    moved(p, scale=0.02)
     assert p.model.layers[0].self_attn.q_proj.lora_a.dtype == mx.float32
     ids = mx.array([[3, 1, 4]])
     plain = p.model(ids)

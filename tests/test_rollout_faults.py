@@ -8,7 +8,7 @@ import threading
 
 import mlx.core as mx
 import pytest
-from test_rollout import BARE, GREEDY, RAGGED, Counted, requests
+from helpers import BARE, GREEDY, RAGGED, Counted, requests
 
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import policy

@@ -8,8 +8,8 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import GREEDY, RAGGED, requests
 from mlx_lm.sample_utils import make_logits_processors
-from test_rollout import GREEDY, RAGGED, requests
 
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import policy

@@ -10,8 +10,7 @@ from typing import Any, Literal, Optional
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_config import MINIMAL
-from test_train import a_policy
+from helpers import MINIMAL, a_policy
 
 from mlxrl import algo, config
 from mlxrl.policy.load import policy

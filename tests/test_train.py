@@ -9,55 +9,22 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
-from test_policy import moved
+from helpers import a_policy, assert_same_gradient, flat, length, made
 
 from mlxrl.algo.recipes import dr_grpo, grpo, rloo
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import Policy, policy
+from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs, training
 from mlxrl.rollout.episodes import rollout
 from mlxrl.settings import Sampling
 from mlxrl.train.loop import Diverged, train
 from mlxrl.train.pack import SHARE_FROM, pack
 from mlxrl.train.step import fill, gradient, update
-from mlxrl.types import Group, MicroBatch, Task, Trajectory, Turn
-from models import dense, hybrid, moe, tokenizer
+from mlxrl.types import Group, MicroBatch, Task, Trajectory
+from models import dense, hybrid, moe
 
 MODELS = [dense, hybrid, moe]
 RECIPES = [grpo, dr_grpo, rloo]
 LONG = "a prompt that is long enough for its rows to share it in one pass, and then some more words"
-
-
-def made(rewards: list[float], *, prompt: int = 90, seed: int = 0, lengths: list[int] | None = None) -> Group:
-    """A group of random trajectories over one random prompt."""
-    draw = np.random.default_rng(seed)
-    observation = tuple(draw.integers(9, 300, size=prompt).tolist())
-    lengths = lengths or [3 + i for i in range(len(rewards))]
-    turns = [
-        Turn(observation, tuple(draw.integers(9, 300, size=n).tolist()), tuple((-draw.random(n)).tolist()))
-        for n in lengths
-    ]
-    sampling = Sampling(max_tokens=16)
-    return tuple(Trajectory(Task("x"), (turn,), r, sampling=sampling) for turn, r in zip(turns, rewards, strict=True))
-
-
-def a_policy(make=dense, move: bool = True, **settings: Any) -> Policy:
-    p = policy(make(), tokenizer(), lora=LoRA(rank=4, **settings))
-    if move:
-        moved(p.model)
-    return p
-
-
-def flat(tree: Any) -> dict[str, mx.array]:
-    return dict(tree_flatten(tree))
-
-
-def assert_same_gradient(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    got, wanted = flat(got), flat(wanted)
-    for name, value in wanted.items():
-        assert mx.linalg.norm(value).item() > 0, name
-        assert (mx.linalg.norm(got[name] - value) / mx.linalg.norm(value)).item() < tolerance, name
 
 
 def likelihoods(p: Policy, group: Group) -> list[float]:
@@ -264,10 +231,6 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_untouched(poison
     assert all(mx.array_equal(v, weights[k]) for k, v in flat(p.model.trainable_parameters()).items())
     assert all(mx.array_equal(v, state[k]) for k, v in flat(optimizer.state).items())
     assert update(p, optimizer, good, algo)["policy/skipped"] == 0.0
-
-
-def length(completions, **_):
-    return [float(len(c) % 3) for c in completions]
 
 
 def test_training_stops_after_three_steps_that_are_not_finite():

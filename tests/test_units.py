@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from families import family
-from test_train import a_policy, assert_same_gradient, flat, made
+from helpers import a_policy, assert_same_gradient, flat, made
 
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy.load import Policy

@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from helpers import a_policy, assert_same_gradient, flat, length, made
 from mlx.utils import tree_map
-from test_train import a_policy, assert_same_gradient, flat, length, made
 
 from mlxrl import algo
 from mlxrl.algo.recipes import dapo, gigpo, grpo, opd, reinforce_pp

@@ -1,0 +1,244 @@
+"""What several test modules make and compare: groups, policies, batches, requests, configs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlxrl.policy.adapters import LoRA
+from mlxrl.policy.load import Policy, policy
+from mlxrl.rollout.episodes import row_keys
+from mlxrl.rollout.render import render
+from mlxrl.rollout.row import Request
+from mlxrl.rollout.rules import Rules
+from mlxrl.rollout.sampling import key_of
+from mlxrl.settings import Sampling
+from mlxrl.types import (
+    Batch,
+    Group,
+    MicroBatch,
+    Task,
+    TokenDetails,
+    Trajectory,
+    Turn,
+)
+from models import dense, tokenizer
+
+
+def moved(of: Policy | nn.Module, seed: int = 1, scale: float = 0.1) -> None:
+    """Make every adapter leaf random, so that the adapters have an effect."""
+    model: Any = of.model if isinstance(of, Policy) else of
+    leaves: Any = tree_flatten(model.trainable_parameters())
+    keys = mx.random.split(mx.random.key(seed), len(leaves))
+    pairs = [
+        (name, scale * mx.random.normal(leaf.shape, key=key)) for (name, leaf), key in zip(leaves, keys, strict=True)
+    ]
+    model.load_weights(pairs, strict=False)
+    mx.eval(model.parameters())
+
+
+def minibatch(prefix: int, tokens: int = 7, rows: int = 3, temperature: float = 1.0, prompt: int = 0) -> MicroBatch:
+    """Random ids; row b has b tokens of padding, and `prompt` tokens that were not sampled in front."""
+    mask = np.ones((rows, tokens), np.float32)
+    mask[:, :prompt] = 0
+    for row in range(rows):
+        mask[row, tokens - row :] = 0
+    zeros = mx.zeros((rows, tokens))
+    draw = np.random.default_rng(0).integers(9, 300, size=(rows + 1, max(prefix, tokens)))
+    return MicroBatch(
+        mx.array(draw[0, :prefix], mx.int32), mx.array(draw[1:, :tokens], mx.int32), mx.array(mask), zeros, zeros,
+        temperature=temperature,
+    )  # fmt: skip
+
+
+def by_hand(model: nn.Module, batch: MicroBatch) -> mx.array:
+    """Log-probs of every row by a plain forward over its whole sequence."""
+    rows = []
+    for b in range(batch.tokens.shape[0]):
+        ids = mx.concatenate([batch.prefix, batch.tokens[b]])
+        logits = model(ids[None])[0].astype(mx.float32) / batch.temperature
+        every = mx.take_along_axis(logits[:-1] - mx.logsumexp(logits[:-1], -1, keepdims=True), ids[1:, None], -1)[:, 0]
+        rows.append(mx.concatenate([mx.zeros(1), every])[batch.prefix.size :] * batch.mask[b])
+    return mx.stack(rows)
+
+
+def made(rewards: list[float], *, prompt: int = 90, seed: int = 0, lengths: list[int] | None = None) -> Group:
+    """A group of random trajectories over one random prompt."""
+    draw = np.random.default_rng(seed)
+    observation = tuple(draw.integers(9, 300, size=prompt).tolist())
+    lengths = lengths or [3 + i for i in range(len(rewards))]
+    turns = [
+        Turn(observation, tuple(draw.integers(9, 300, size=n).tolist()), tuple((-draw.random(n)).tolist()))
+        for n in lengths
+    ]
+    sampling = Sampling(max_tokens=16)
+    return tuple(Trajectory(Task("x"), (turn,), r, sampling=sampling) for turn, r in zip(turns, rewards, strict=True))
+
+
+def a_policy(make=dense, move: bool = True, **settings: Any) -> Policy:
+    p = policy(make(), tokenizer(), lora=LoRA(rank=4, **settings))
+    if move:
+        moved(p.model)
+    return p
+
+
+def flat(tree: Any) -> dict[str, mx.array]:
+    return dict(tree_flatten(tree))
+
+
+def assert_same_gradient(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    got, wanted = flat(got), flat(wanted)
+    for name, value in wanted.items():
+        assert mx.linalg.norm(value).item() > 0, name
+        assert (mx.linalg.norm(got[name] - value) / mx.linalg.norm(value)).item() < tolerance, name
+
+
+def length(completions, **_):
+    return [float(len(c) % 3) for c in completions]
+
+
+ROOT = Path(__file__).parents[1]
+
+
+EXAMPLE = ROOT / "examples" / "arithmetic"
+
+
+CONFIG = f"""
+steps = 2
+[model]
+id = "{EXAMPLE}"
+[data]
+train = "{EXAMPLE}/train.jsonl"
+evaluation = "{EXAMPLE}/test.jsonl"
+prompt = "question"
+[reward]
+functions = ["judge.py:judge"]
+[rollout]
+tasks_per_step = 2
+group_size = 4
+max_tokens = 12
+[optimizer]
+learning_rate = 1e-3
+[evaluation]
+rows = 8
+[run]
+folder = "out/run"
+checkpoint_every = 1
+samples_every = 2
+"""
+
+
+JUDGE = """
+import signal
+import mlxrl.rewards
+calls = 0
+
+def judge(completions, answer, **_):
+    global calls
+    calls += 1
+    if len(set(answer)) <= 2:  # a step of 2 tasks, not an evaluation of 8 rows
+        on_step()
+    return [float(len(text) % 3) for text in completions]
+
+def on_step():
+    {on_step}
+"""
+
+
+HINT = "the answer is 42, says the hint"
+
+
+def with_tasks(group: Group, seed: int = 0, k: int = 8) -> Group:
+    """The group as it comes from a rollout: a prompt rendered from its task, a hint, and random candidates."""
+    task = Task("what is 6 x 7", {"hint": HINT, "none": ""})
+    prompt = render(tokenizer(), task)
+    draw = np.random.default_rng(seed)
+
+    def own(one: Any) -> Any:
+        (turn,) = one.turns
+        kept = tuple(tuple(draw.permutation(300)[:k].tolist()) for _ in turn.tokens)
+        return dataclasses.replace(
+            one, task=task, turns=(dataclasses.replace(turn, observation=prompt, details=TokenDetails(top_ids=kept)),)
+        )
+
+    return tuple(own(one) for one in group)
+
+
+def rows(batch: Batch, name: str) -> dict[int, np.ndarray]:
+    """By row, the values at its chosen tokens."""
+    found: dict[int, np.ndarray] = {}
+    for m in batch:
+        for place, row in enumerate(m.trajectories):
+            found[row] = np.array(getattr(m, name))[place][np.array(m.mask)[place] > 0]
+    return found
+
+
+GREEDY = Rules(Sampling(max_tokens=12, temperature=0.0))
+
+
+RAGGED = [tuple(range(20, 20 + n)) for n in (5, 3, 9, 1)]
+
+
+class Counted:
+    """A head whose forwards are counted. Where it is used, steps are not compiled, and the model is not checked."""
+
+    def __init__(self, head):
+        self.head, self.shapes = head, []
+
+    def trunk(self, tokens, cache=None):
+        self.shapes.append(tokens.shape)
+        return self.head.trunk(tokens, cache)
+
+    def project(self, hidden):
+        return self.head.project(hidden)
+
+    @property
+    def decoded(self):
+        """Rows of every decode step; tests prefill prompts of more than one token."""
+        return [rows for rows, tokens in self.shapes if tokens == 1]
+
+
+BARE = {"compiled": False, "service": "slots"}
+
+
+def alone(model, prompt: tuple[int, ...], tokens: int) -> list[int]:
+    """Greedy decoding by a plain forward over the whole sequence, every time."""
+    ids = list(prompt)
+    for _ in range(tokens):
+        ids.append(int(mx.argmax(model(mx.array([ids]))[0, -1]).item()))
+    return ids[len(prompt) :]
+
+
+def requests(prompts, copies: int = 1, limits=None) -> list[Request]:
+    keys = row_keys(key_of(0, 0), len(prompts), copies)
+    asked = [prompt for prompt in prompts for _ in range(copies)]
+    return [Request(prompt, keys[i], limits and limits[i]) for i, prompt in enumerate(asked)]
+
+
+MINIMAL = """
+[model]
+id = "org/model"
+[data]
+train = "train.jsonl"
+evaluation = "test.jsonl"
+prompt = "question"
+[reward]
+functions = ["mlxrl.rewards:last_number_matches"]
+"""
+
+
+def attempt(reward: float, tokens: int = 2, stop: Any = "eos", turns: Any = None) -> Trajectory:
+    """A trajectory of one turn, or of turns given as (state, reward, tokens)."""
+    made = [(None, 0.0, tokens)] if turns is None else turns
+    parts = tuple(Turn((1,), (2,) * n, (-1.0,) * n, reward=r, state=state) for state, r, n in made)
+    return Trajectory(Task("ask"), parts, reward=reward, stop=stop)
+
+
+def close(got: Any, want: Any) -> None:
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=2e-6, atol=1e-7)
