@@ -17,14 +17,12 @@ from pathlib import Path
 
 import make_arithmetic as base
 import mlx.core as mx
-
-from mlxrl.environments import Maze, maze_tasks, write
-from mlxrl.environments.maze import beyond, distance, placed
+from environments.maze import Maze, beyond, distance, maze_tasks, placed, write
 
 SEED = 0
 STEPS, ROWS = 700, 48
 TRAIN, TEST = 512, 200
-TURNS, WIDTH = 8, 160  # moves of a walk, and tokens of a row
+TURNS, WIDTH = 8, 160  # moves of a walk, and tokens of a sequence
 NEARER, BLIND = 0.25, 0.08  # how often an idler minds the goal, and how often not even the walls
 
 FOLDER = Path(__file__).parent / "maze"

@@ -3,9 +3,12 @@
     from functools import partial
     from examples.textarena_env import TextArena, game_tasks
 
-    groups = rl.rollout(policy, game_tasks("GuessTheNumber-v0", 8), group_size=8, environment=TextArena, max_turns=12)
+    tasks = game_tasks("GuessTheNumber-v0", 8)
+    groups = rl.sample(
+        policy, tasks, group_size=8, environment=TextArena, limits=rl.EpisodeLimits(max_turns=12)
+    )
 
-or in TOML, with rows {"prompt": "GuessTheNumber-v0", "seed": 3}:
+or in TOML, with examples {"prompt": "GuessTheNumber-v0", "seed": 3}:
 
     [environment]
     factory = "textarena_env.py:TextArena"

@@ -81,7 +81,7 @@ def checked(table: str) -> Callable[[type[T]], type[T]]:
 
 def _post_init(self: Any) -> None:
     for name, hint in hints_of(type(self)).items():
-        object.__setattr__(self, name, _located(type(self).table, name, hint, getattr(self, name)))
+        object.__setattr__(self, name, checked_value(type(self).table, name, hint, getattr(self, name)))
     if (check := getattr(self, "check", None)) is not None:
         try:
             check()
@@ -89,7 +89,8 @@ def _post_init(self: Any) -> None:
             raise error.within(type(self).table) from None
 
 
-def _located(table: str, name: str, hint: Any, value: Any) -> Any:
+def checked_value(table: str, name: str, hint: Any, value: Any) -> Any:
+    """`converted`, whose faults name the table and the key."""
     if hasattr(hint, "table"):
         return _nested(hint, name, value)
     try:
@@ -137,7 +138,9 @@ def checked_arguments(function: Callable[P, T]) -> Callable[P, T]:
     def call(*nothing: P.args, **given: P.kwargs) -> T:
         refuse_unknown(function.__name__, given, parameters)
         hints = hints_of(function)
-        given.update({name: _located(function.__name__, name, hints[name], value) for name, value in given.items()})
+        given.update(
+            {name: checked_value(function.__name__, name, hints[name], value) for name, value in given.items()}
+        )
         try:
             return function(*nothing, **given)
         except SettingError as error:

@@ -1,21 +1,25 @@
-"""Rows of a dataset as tasks, and the endless, seeded order in which a run meets them."""
+"""Examples of a dataset as tasks, and the endless, seeded order in which a run takes them."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from mlxrl.errors import UserError, brief, did_you_mean, one_line
 from mlxrl.types import Message, Task
 
 Source: TypeAlias = str | Path | Sequence[Mapping[str, Any]]
 RESERVED = ("prompts", "completions")
 """Keywords that every reward function gets; a column of that name could not reach it."""
+
+
+class DataError(UserError):
+    """Data that cannot be read, or an example that is no task."""
 
 
 def tasks(
@@ -34,39 +38,32 @@ def tasks(
         prompt: column that holds a text, or a list of chat messages.
         system: a system message put before every prompt. It turns text prompts into messages, so completions
             reach the rewards as messages too.
-        limit: the first so many rows; None for all.
+        limit: the first so many examples; None for all.
         columns: renames: `answer="solution"` hands the column `solution` to the rewards as `answer`. All other
-            columns keep their names.
+            columns keep their names, the one of the prompt too.
     Raises:
-        ValueError: one line with the file, the line, what was wanted and what was got.
+        DataError: one line with the file, the line, what was wanted and what was got.
     """
-    return read_tasks(source, prompt, columns, system, limit)
-
-
-def read_tasks(
-    source: Source, prompt: str, columns: Mapping[str, str], system: str | None = None, limit: int | None = None
-) -> list[Task]:
-    """`tasks` with the renames as a mapping, for names that are not keywords."""
     if limit is not None and limit < 1:
-        raise ValueError(f"data: limit: wanted at least 1 row, got {limit}")
-    found = [_task(where, row, prompt, columns, system) for where, row in islice(_rows(source), limit)]
+        raise DataError("data", "limit", f"wanted at least 1 example, got {limit}")
+    found = [_task(where, example, prompt, columns, system) for where, example in islice(_examples(source), limit)]
     if not found:
-        name = source if isinstance(source, str | Path) else "the list"
-        raise ValueError(f"{name}: wanted at least one row, got none")
+        where = str(source) if isinstance(source, str | Path) else "the list"
+        raise DataError(where, "wanted at least one example, got none")
     return found
 
 
 def cycle(tasks: Sequence[Task], n: int, seed: int = 0, start: int = 0) -> Iterator[list[Task]]:
     """Endless batches of n tasks. Every task comes once an epoch, in an order made from (seed, epoch) alone.
 
-    Step s is a pure function of (seed, s): `start=s` goes on where a run of s steps ended. A batch may reach over
+    Step s is a pure function of (seed, s): `start=s` continues where a run of s steps ended. A batch may reach over
     the end of an epoch.
 
     Raises:
-        ValueError: n is less than 1 or more than there are tasks.
+        DataError: n is less than 1 or more than there are tasks.
     """
     if not 1 <= n <= len(tasks):
-        raise ValueError(f"cycle: n: wanted between 1 and the {len(tasks)} tasks there are, got {n}")
+        raise DataError("cycle", "n", f"wanted between 1 and the {len(tasks)} tasks there are, got {n}")
     return _batches(tasks, n, seed, start)
 
 
@@ -75,10 +72,10 @@ def _batches(tasks: Sequence[Task], n: int, seed: int, step: int) -> Iterator[li
     while True:
         batch: list[Task] = []
         for position in range(step * n, (step + 1) * n):
-            epoch, place = divmod(position, len(tasks))
+            epoch, index = divmod(position, len(tasks))
             if epoch != current:
                 current, order = epoch, _order(len(tasks), seed, epoch)
-            batch.append(tasks[order[place]])
+            batch.append(tasks[order[index]])
         yield batch
         step += 1
 
@@ -89,28 +86,22 @@ def _order(size: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" where one of `names` is close to `name`, else nothing."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _rows(source: Source) -> Iterator[tuple[str, Any]]:
-    """(where, row) of every row, read as they are asked for."""
+def _examples(source: Source) -> Iterator[tuple[str, Any]]:
+    """(where, example) of every example, read as they are taken."""
     if isinstance(source, str) and source.startswith("hf:"):
         return _hugging_face(source)
     if isinstance(source, str | Path):
         return _file(Path(source).expanduser())
-    return ((f"row {number}", row) for number, row in enumerate(source, 1))
+    return ((f"example {number}", example) for number, example in enumerate(source, 1))
 
 
 def _file(path: Path) -> Iterator[tuple[str, Any]]:
     if path.is_dir():
         path = path / "train.jsonl"
     if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"{path}: wanted a .jsonl or .json file, a folder with train.jsonl, or hf:NAME")
+        raise DataError(str(path), "wanted a .jsonl or .json file, a folder with train.jsonl, or hf:NAME")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise DataError(str(path), "no such file")
     return _json(path) if path.suffix == ".json" else _jsonl(path)
 
 
@@ -124,90 +115,76 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    rows = _parsed(str(path), path.read_bytes())
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: wanted a list of objects, got {_kind(rows)}")
-    for number, row in enumerate(rows, 1):
-        yield f"{path}: row {number}", row
+    examples = _parsed(str(path), path.read_bytes())
+    if not isinstance(examples, list):
+        raise DataError(str(path), f"wanted a list of objects, got {brief(examples)}")
+    for number, example in enumerate(examples, 1):
+        yield f"{path}: example {number}", example
 
 
 def _parsed(where: str, text: bytes) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: wanted UTF-8, got byte 0x{text[error.start]:02x}") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: wanted JSON, got {_short(text.decode())!r} ({error})") from None
+        raise DataError(where, f"wanted UTF-8, got byte 0x{text[error.start]:02x}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(where, f"wanted JSON, got {one_line(text.decode(), 60)!r} ({error})") from None
 
 
 def _hugging_face(source: str) -> Iterator[tuple[str, Any]]:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
-        raise ValueError(f"{source}: needs the 'datasets' package; pip install datasets") from None
+        raise DataError(source, "needs the 'datasets' package; pip install datasets") from None
     name, config, split, *rest = [*source.removeprefix("hf:").split(":"), "", ""]
     if not name or any(rest):
-        raise ValueError(f"{source}: wanted hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+        raise DataError(source, "wanted hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
     try:
-        rows = datasets.load_dataset(name, config or None, split=split or "train")
+        examples = datasets.load_dataset(name, config or None, split=split or "train")
     except (OSError, ValueError) as error:
-        raise ValueError(f"{source}: could not be loaded: {_short(str(error), 200)}") from error
-    return ((f"{source}: row {number}", row) for number, row in enumerate(rows, 1))
+        raise DataError(source, f"could not be loaded: {one_line(error, 200)}") from error
+    return ((f"{source}: example {number}", example) for number, example in enumerate(examples, 1))
 
 
-def _task(where: str, row: Any, prompt: str, columns: Mapping[str, str], system: str | None) -> Task:
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{where}: wanted an object with a column {prompt!r}, got {_kind(row)}")
-    values: dict[str, Any] = {str(name): value for name, value in row.items()}
+def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], system: str | None) -> Task:
+    if not isinstance(example, Mapping):
+        raise DataError(where, f"wanted an object with a column {prompt!r}, got {brief(example)}")
+    values: dict[str, Any] = {str(name): value for name, value in example.items()}
     for name, wanted_by in {prompt: "the prompt", **{old: f"{new!r}" for new, old in columns.items()}}.items():
         if name not in values:
-            have = ", ".join(values) or "none"
-            hint = did_you_mean(name, values)
-            raise ValueError(f"{where}: no column {name!r}, wanted as {wanted_by}; there are: {have}{hint}")
-    moved = {prompt, *columns.values()}
+            there_are = f"{', '.join(values) or 'none'}{did_you_mean(name, values)}"
+            raise DataError(where, f"no column {name!r}, wanted as {wanted_by}; there are: {there_are}")
+    moved = {*columns.values(), *({prompt} if prompt in RESERVED else ())}  # functions get it as `prompts` anyway
     kept = {name: value for name, value in values.items() if name not in moved}
     kept |= {new: values[old] for new, old in columns.items()}
-    for name in RESERVED:
-        if name in kept:
-            raise ValueError(
-                f"{where}: column {name!r} has the name of a keyword of reward functions; rename it in data.columns"
-            )
+    if taken := next((name for name in RESERVED if name in kept), None):
+        raise DataError(where, f"column {taken!r} has the name of a keyword of rewards; rename it in data.columns")
     return Task(_prompt(f"{where}: {prompt}", values[prompt], system), kept)
 
 
 def _prompt(where: str, value: Any, system: str | None) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError(f"{where}: wanted a text, got an empty one")
+            raise DataError(where, "wanted a text, got an empty one")
         if system is None:
             return value
         return ({"role": "system", "content": system}, {"role": "user", "content": value})
     if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise ValueError(f"{where}: wanted a text or a list of messages, got {_kind(value)}")
+        raise DataError(where, f"wanted a text or a list of messages, got {brief(value)}")
     return _with_system(where, tuple(_message(where, message) for message in value), system)
 
 
 def _message(where: str, message: Any) -> Message:
-    role_and_content = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
-    if not role_and_content:
-        raise ValueError(f"{where}: wanted messages with 'role' and 'content', got {_short(repr(message))}")
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise DataError(where, f"wanted messages with 'role' and 'content', got {brief(message)}")
     return dict(message)
 
 
 def _with_system(where: str, messages: tuple[Message, ...], system: str | None) -> tuple[Message, ...]:
     if not messages:
-        raise ValueError(f"{where}: wanted at least one message, got an empty list")
+        raise DataError(where, "wanted at least one message, got an empty list")
     if system is None:
         return messages
     if messages[0]["role"] == "system":
-        raise ValueError(f"{where}: the row has a system message of its own; leave data.system out")
+        raise DataError(where, "the example has a system message of its own; leave data.system out")
     return ({"role": "system", "content": system}, *messages)
-
-
-def _kind(value: Any) -> str:
-    return "nothing (null)" if value is None else f"{type(value).__name__} {_short(repr(value))}"
-
-
-def _short(text: str, width: int = 60) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 3] + "..."

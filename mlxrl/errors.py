@@ -32,6 +32,20 @@ def one_line(text: object, width: int | None = None) -> str:
     return line if width is None or len(line) <= width else line[: max(width - 3, 0)] + "..."
 
 
+def message_of(error: BaseException) -> str:
+    """What an exception says, or its class where it says nothing or fails to say it."""
+    try:
+        return str(error) or type(error).__name__
+    except (Exception, SystemExit):  # noqa: BLE001  (the class may be a user's own)
+        return type(error).__name__
+
+
+def exception_line(error: BaseException) -> str:
+    """An exception as one line, its class first."""
+    name, message = type(error).__name__, message_of(error)
+    return one_line(name if message == name else f"{name}: {message}")
+
+
 def brief(value: Any, width: int = 60) -> str:
     """A value for a message, as JSON writes it."""
     if value is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import pkgutil
 import sys
+from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from mlxrl.errors import UserError, did_you_mean, one_line
+from mlxrl.errors import UserError, did_you_mean, exception_line
 
 
 class PluginError(UserError):
@@ -30,12 +31,17 @@ def find(name: str, folder: str | Path | None = None) -> Any:
     """
     module, attribute = _split(name)
     path = _path_of(module, folder)
-    found = _imported(name, path.stem if path else module, path)
     try:
-        return pkgutil.resolve_name(f"{found.__name__}:{attribute}")
-    except (AttributeError, ValueError):
+        found = _loaded(path) if path else importlib.import_module(module)
+    except PluginError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        raise PluginError(repr(name), f"cannot be imported: {exception_line(error)}") from error
+    try:
+        return attrgetter(attribute)(found)
+    except AttributeError:
         hint = did_you_mean(attribute, [one for one in vars(found) if not one.startswith("_")])
-        raise PluginError(f"{name!r}: {module} has no {attribute!r}{hint}") from None
+        raise PluginError(repr(name), f"{module} has no {attribute!r}{hint}") from None
 
 
 def located(name: str, folder: str | Path | None = None) -> str:
@@ -48,7 +54,7 @@ def located(name: str, folder: str | Path | None = None) -> str:
 def _split(name: str) -> tuple[str, str]:
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute:
-        raise PluginError(f"{name!r}: wanted 'module:name' or 'file.py:name'")
+        raise PluginError(repr(name), "wanted 'module:name' or 'file.py:name'")
     return module, attribute
 
 
@@ -56,39 +62,40 @@ def _path_of(module: str, folder: str | Path | None) -> Path | None:
     """The file that a module's name stands for, None for a module that is installed."""
     is_file = module.endswith(".py")
     installed = None if is_file else _installed(module)
+    if installed and "." in module:
+        return None  # as a part of its package, whose modules it may import
     relative = Path(module if is_file else module.replace(".", "/") + ".py").expanduser()
     for base in (*((Path(folder),) if folder else ()), Path.cwd()):
         path = (base / relative).resolve()
-        if path.is_file() and installed in (None, str(path)):
-            return path if is_file or "." not in module else None
+        if path.is_file() and installed in (None, path):
+            return path
     if is_file:
         raise PluginError(f"no file {module!r} beside the config or in the current directory")
     return None
 
 
-def _installed(module: str) -> str | None:
-    """Where Python finds a module by itself."""
+def _installed(module: str) -> Path | None:
+    """The file that Python finds for a module by itself."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
-    return found.origin if found else None
+    except (Exception, SystemExit) as error:  # the package that it is in is imported on the way
+        raise PluginError(repr(module), f"cannot be imported: {exception_line(error)}") from error
+    return Path(found.origin).resolve() if found and found.origin else None
 
 
-def _imported(name: str, module: str, path: Path | None) -> Any:
-    if path is not None and str(path.parent) not in sys.path:
+def _loaded(path: Path) -> ModuleType:
+    """The module of a file, by its own name where no other module has that name."""
+    if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    try:
-        if path is None or _installed(module) == str(path):
-            return importlib.import_module(module)
-        return _under_another_name(module, path)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        raise PluginError(f"{name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}") from error
+    importlib.invalidate_caches()  # the file may be younger than what Python remembers of its folder
+    return importlib.import_module(path.stem) if _installed(path.stem) == path else _under_another_name(path)
 
 
-def _under_another_name(module: str, path: Path) -> Any:
-    """The module of a file whose name another module has; processes that it starts cannot import it."""
-    name = f"{module}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+def _under_another_name(path: Path) -> ModuleType:
+    """The module of a file whose name another module has; processes that it starts anew cannot import it."""
+    name = f"{path.stem.replace('.', '_')}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -154,6 +154,10 @@ class Reward:
         for name, default in (("overlong_factor", 1.0), ("overlong_cap", None)):
             if not self.overlong_buffer and getattr(self, name) != default:
                 raise SettingError(name, "has no effect without overlong_buffer")
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise SettingError("weights", f"wanted {len(self.functions)}, one per function, got {len(self.weights)}")
+        if self.functions and self.weights is not None and not any(self.weights):
+            raise SettingError("weights", f"wanted numbers that are not all 0, got {list(self.weights)}")
         if twice := next((one for one in self.functions if self.functions.count(one) > 1), None):
             raise SettingError("functions", f"{twice!r} stands there twice; use weights")
         for one in self.functions:

@@ -107,6 +107,7 @@ ROOT = Path(__file__).parents[1]
 
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
+MAZE = ROOT / "examples" / "environments" / "maze.py"
 
 
 CONFIG = f"""

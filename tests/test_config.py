@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import MINIMAL
+from helpers import MAZE, MINIMAL
 
 from mlxrl import config
 from mlxrl.algo.arguments import CONVENTIONS
@@ -126,7 +126,7 @@ REFUSED_FILES = {
     "[rollout]\nstop_strings = ['']": "run.toml: rollout: stop_strings: wanted texts that are not empty, got ['']",
     "[rollout]\nmax_draws = 0": "run.toml: rollout: max_draws: wanted at least 1, got 0",
     "[algorithm]\nkl = -0.1": "run.toml: algorithm: grpo: kl: wanted at least 0, got -0.1",
-    "[echo]\nweight = 0.1\n[environment]\nfactory = 'mlxrl.environments:Maze'\nmax_turns = 1": (
+    f"[echo]\nweight = 0.1\n[environment]\nfactory = '{MAZE}:Maze'\nmax_turns = 1": (
         "run.toml: echo: weight: has no effect with environment.max_turns = 1: no answer is read"
     ),
     "[teacher]\nid = 'base'": "run.toml: teacher: has no effect, because grpo does not learn from a teacher",
@@ -161,11 +161,11 @@ REFUSED_OVERRIDES = {
     "data.columns.gold=answer": "'last_number_matches': wants 'answer', but the data offer prompts,",
     "data.evaluation=train.jsonl": "data: evaluation: wanted rows that are not trained on, got the training",
     'reward.functions=["mlxrl.rewards:last_numbr"]': "has no 'last_numbr'; did you mean 'last_number'?",
-    'reward.functions=["nowhere:f"]': "reward: 'nowhere:f': cannot be imported: ModuleNotFoundError",
+    'reward.functions=["nowhere:f"]': "reward: functions: 'nowhere:f': cannot be imported: ModuleNotFoundError",
     'reward.functions=["nowhere.py:f"]': "command line: reward: functions: no file 'nowhere.py' beside the config",
     "reward.functions=[]": "run.toml: reward: wanted at least one function, got none",
     "reward.weights=[1, 2]": "run.toml: reward: weights: wanted 1, one per function, got 2",
-    "reward.weights=[0]": "run.toml: reward: weights: wanted finite numbers that are not all 0",
+    "reward.weights=[0]": "run.toml: reward: weights: wanted numbers that are not all 0, got [0.0]",
     "steps": "command line: wanted key=value such as optimizer.learning_rate=2e-5, got 'steps'",
     "reward.overlong_factor=2": "command line: reward: overlong_factor: has no effect without reward.overlong_buffer",
     "reward.overlong_cap=2": "reward: overlong_cap: has no effect without reward.overlong_buffer",
@@ -210,7 +210,7 @@ def test_a_teacher_makes_groups_of_one_and_runs_without_rewards_possible(folder)
     )
     (folder / "run.toml").write_text(toml)
     got = config.read(folder / "run.toml", ["algorithm.name=opd", "teacher.hint=answer"])
-    assert (config.reward_functions(got), got.teacher.id, got.teacher.hint) == ([], None, "answer")
+    assert (config.rewards(got).functions, got.teacher.id, got.teacher.hint) == ((), None, "answer")
     (folder / "weights").mkdir()
     got = read(folder, "algorithm.name=opd", "teacher.id=weights", "teacher.adapter=weights", "teacher.dtype=float32")
     assert got.teacher.id == got.teacher.adapter == f"{folder}/weights"
@@ -261,7 +261,7 @@ def test_rewards_beside_the_config_are_found_and_made_absolute(folder):
     (folder / "mine.py").write_text("def close(completions, answer): return [0.0 for _ in completions]\n")
     got = read(folder, 'reward.functions=["mine.py:close"]')
     assert got.reward.functions == (f"{folder}/mine.py:close",)
-    (function,) = config.reward_functions(got)
+    (function,) = config.rewards(got).functions
     assert function(completions=["a"], answer=["b"]) == [0.0]
 
 

@@ -1,4 +1,4 @@
-"""Rows as tasks, and the order of a run."""
+"""Examples as tasks, and the order of a run."""
 
 import json
 import sys
@@ -18,8 +18,9 @@ def jsonl(path, rows):
     return path
 
 
-def test_a_row_becomes_a_task_with_renamed_and_passed_through_columns(tmp_path):
-    wanted = [Task("1+1", {"level": 3, "answer": "2"}), Task("2+2", {"level": 5, "answer": "4"})]
+def test_an_example_becomes_a_task_with_renamed_and_passed_through_columns(tmp_path):
+    first = {"question": "1+1", "level": 3, "answer": "2"}
+    wanted = [Task("1+1", first), Task("2+2", {"question": "2+2", "level": 5, "answer": "4"})]
     folder = tmp_path / "set"
     folder.mkdir()
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
@@ -33,7 +34,7 @@ def test_limit_does_not_read_on(tmp_path):
     assert [task.prompt for task in tasks(path, "question", limit=2)] == ["1+1", "2+2"]
     with pytest.raises(ValueError, match=r"a\.jsonl: line 3: wanted JSON, got 'broken'"):
         tasks(path, "question")
-    with pytest.raises(ValueError, match="limit: wanted at least 1 row, got 0"):
+    with pytest.raises(ValueError, match="limit: wanted at least 1 example, got 0"):
         tasks(path, "question", limit=0)
 
 
@@ -45,7 +46,8 @@ def test_blank_lines_marks_and_line_separators_inside_texts_do_not_break_rows(tm
 
 def test_system_makes_messages_of_texts_and_stands_before_messages():
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
-    assert tasks([{"prompt": "Hi"}, {"prompt": [user]}], system="Be brief.") == [Task((system, user))] * 2
+    found = tasks([{"prompt": "Hi"}, {"prompt": [user]}], system="Be brief.")
+    assert found == [Task((system, user), {"prompt": "Hi"}), Task((system, user), {"prompt": [user]})]
     with pytest.raises(ValueError, match="system message of its own"):
         tasks([{"prompt": [system, user]}], system="Be brief.")
 
@@ -55,14 +57,15 @@ def test_system_makes_messages_of_texts_and_stands_before_messages():
     [
         ('{"promt": "x", "answer": 1}', "line 1: no column 'prompt', wanted as the prompt; there are: promt, answer; "
          "did you mean 'promt'?"),
-        ("", "wanted at least one row, got none"),
-        ('{"prompt": "x"}\n[1]', r"line 2: wanted an object with a column 'prompt', got list \[1\]"),
+        ("", "wanted at least one example, got none"),
+        ('{"prompt": "x"}\n[1]', r"line 2: wanted an object with a column 'prompt', got \[1\]"),
         ('{"prompt": "x"}\n{"prompt": " "}', "line 2: prompt: wanted a text, got an empty one"),
-        ('{"prompt": 3}', "line 1: prompt: wanted a text or a list of messages, got int 3"),
+        ('{"prompt": 3}', "line 1: prompt: wanted a text or a list of messages, got 3"),
         ('{"prompt": null}', r"line 1: prompt: wanted a text or a list of messages, got nothing \(null\)"),
         ('{"prompt": []}', "line 1: prompt: wanted at least one message, got an empty list"),
         ('{"prompt": [{"role": "user"}]}', "line 1: prompt: wanted messages with 'role' and 'content'"),
         ('{"prompt": "x", "completions": 1}', "line 1: column 'completions' has the name of a keyword"),
+        ("[" * 100_000, r"line 1: wanted JSON, got '\[\[.*\.\.\.' \(maximum recursion depth"),
     ],
 )  # fmt: skip
 def test_a_fault_names_file_line_wanted_and_got(tmp_path, content, message):
@@ -72,6 +75,20 @@ def test_a_fault_names_file_line_wanted_and_got(tmp_path, content, message):
         tasks(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_every_column_stays_that_of_the_prompt_too():
+    """But for one with the name of a keyword of rewards, which get the prompt as `prompts` anyway."""
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tasks([{"question": "1+1"}], "question")[0].columns == {"question": "1+1"}
+    assert tasks([{"chat": messages, "n": 1}], "chat")[0].columns == {"chat": messages, "n": 1}
+    assert tasks([{"question": "1+1"}], "question", text="question")[0].columns == {"text": "1+1"}
+    assert tasks([{"prompts": "1+1", "n": 1}], "prompts") == [Task("1+1", {"n": 1})]
+
+
+def test_columns_may_have_names_that_are_no_keywords():
+    renamed = {"the answer": "solution"}
+    assert tasks(ROWS, "question", **renamed)[0].columns == {"question": "1+1", "level": 3, "the answer": "2"}
 
 
 def test_files_that_are_none(tmp_path):
@@ -93,7 +110,7 @@ def test_hugging_face_names_are_taken_apart(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     for source in ("hf:openai/gsm8k", "hf:openai/gsm8k:main", "hf:openai/gsm8k:main:test", "hf:squad::test"):
-        assert tasks(source, "question") == [Task("1+1", {"answer": "2"})]
+        assert tasks(source, "question") == [Task("1+1", {"question": "1+1", "answer": "2"})]
     assert asked == [
         ("openai/gsm8k", None, "train"),
         ("openai/gsm8k", "main", "train"),

@@ -12,12 +12,12 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from helpers import MINIMAL, a_policy, assert_same_gradient, close, flat, made
+from environments.maze import Maze, maze_tasks
+from helpers import MAZE, MINIMAL, a_policy, assert_same_gradient, close, flat, made
 
 from mlxrl import algo, config
 from mlxrl.algo.echo import at_step, with_echo
 from mlxrl.cli import compose
-from mlxrl.environments import Maze, maze_tasks
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.rollout.turns import go_on, open_chat
 from mlxrl.settings import Sampling
@@ -306,7 +306,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
-WORLD = ("environment.factory=mlxrl.environments:Maze",)
+WORLD = (f"environment.factory={MAZE}:Maze",)
 
 
 def test_the_weight_from_toml(run: Path) -> None:

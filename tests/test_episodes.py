@@ -32,7 +32,7 @@ from mlxrl.rollout.pool import Pool
 from mlxrl.rollout.render import PromptError, render
 from mlxrl.rollout.turns import Chat, go_on, open_chat
 from mlxrl.rollout.worlds import Copying, EpisodeError, fault_of
-from mlxrl.settings import Sampling
+from mlxrl.settings import Reward, Sampling
 from mlxrl.show.row import row as shown
 from mlxrl.train.evaluate import evaluate
 from mlxrl.train.loop import Step, train
@@ -337,7 +337,7 @@ def test_an_invalid_action_costs_its_turn():
 
 def test_reward_functions_come_on_top():
     groups = play_all(a_policy(), max_turns=2)
-    scored = score(groups, lambda completions, **_: [1.0] * len(completions), weights=[0.5])
+    scored = score(groups, Reward(functions=(lambda completions, **_: [1.0] * len(completions),), weights=(0.5,)))
     for one, before in zip(flat(scored), flat(groups), strict=True):
         assert one.rewards == {"environment": before.reward, "<lambda>": 1.0}
         assert one.reward == before.reward + 0.5
@@ -870,9 +870,12 @@ def test_environments_that_fail_are_shown_once_a_step(folder, capsys):
 @pytest.mark.parametrize(
     ("setting", "piece"),
     [
-        ("factory=worlds.py:Nothing", "environment: 'worlds.py:Nothing': worlds.py has no 'Nothing'; did you mean"),
+        (
+            "factory=worlds.py:Nothing",
+            "environment: factory: 'worlds.py:Nothing': worlds.py has no 'Nothing'; did you mean",
+        ),
         ("factory=nowhere.py:Sum", "environment: factory: no file 'nowhere.py' beside the config"),
-        ("factory=worlds.py", "environment: factory: 'worlds.py': wanted 'module:Class' or 'file.py:Class'"),
+        ("factory=worlds.py", "environment: factory: 'worlds.py': wanted 'module:name' or 'file.py:name'"),
         ("factory=worlds.py:nothing", "wanted a class or a function that makes an environment, got int 3"),
         ("factory=bad.py:Sum", "bad.py:Sum': cannot be imported: ZeroDivisionError: division by zero"),
         ("arguments={trys=2}", "arguments: got an unexpected keyword argument 'trys'; did you mean 'tries'?"),

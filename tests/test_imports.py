@@ -23,7 +23,6 @@ BELOW = {
     "rewards": {*BASE, "types", "data"},
     "algo": {*BASE, "types"},
     "tools": {*BASE, "types"},
-    "environments": {*BASE, "types", "tools"},
     "policy": {*BASE, "types"},
     "rollout": {*BASE, "types", "data", "rewards", "policy"},
     "train": {*BASE, "types", "data", "rewards", "algo", "policy", "rollout"},

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from helpers import CONFIG, EXAMPLE, JUDGE, made
+from helpers import CONFIG, EXAMPLE, JUDGE, MAZE, made
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3, qwen3_5, qwen3_moe
 
@@ -18,7 +18,7 @@ from mlxrl.algo.recipes import dr_grpo
 from mlxrl.cli import main
 from mlxrl.cli.plan import fitted, limited, plan_of
 from mlxrl.config import read
-from mlxrl.data import read_tasks
+from mlxrl.data import tasks
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.files import files_of
 from mlxrl.policy.load import policy
@@ -238,7 +238,7 @@ def test_a_dry_run_shows_the_plan_and_what_was_chosen(folder, capsys):
 
 def test_a_run_takes_the_largest_pass_that_fits(folder, capsys, monkeypatch):
     settings = read("run.toml", ["rollout.tasks_per_step=64"])
-    rows = read_tasks(settings.data.train, settings.data.prompt, {})
+    rows = tasks(settings.data.train, settings.data.prompt)
     least = min(
         part.peak
         for part in plan_of(settings, rows).with_(("train.tokens_per_pass", 512)).parts
@@ -252,7 +252,7 @@ def test_a_run_takes_the_largest_pass_that_fits(folder, capsys, monkeypatch):
 
 def test_fitting_takes_a_smaller_pass_before_recomputation(folder):
     settings = read("run.toml", ["rollout.tasks_per_step=64", "rollout.max_tokens=100"])
-    rows = read_tasks(settings.data.train, settings.data.prompt, {})
+    rows = tasks(settings.data.train, settings.data.prompt)
     whole = plan_of(settings, rows, memory=8)
     assert dict(fitted(whole)) == {
         "train.tokens_per_pass": 2048, "train.recompute": False, "rollout.max_rows": 32,
@@ -280,12 +280,12 @@ def test_a_large_group_is_planned_as_fast_as_a_small_one():
 def test_rows_end_with_the_context(folder):
     context = files_of(str(EXAMPLE), None).model.context
     settings = read("run.toml", ["rollout.max_tokens=1000000"])
-    rows = read_tasks(settings.data.train, settings.data.prompt, {})
+    rows = tasks(settings.data.train, settings.data.prompt)
     work = plan_of(settings, rows).work
     assert work.completion == work.learned == context - work.prompt
 
 
-WORLD = ["environment.factory=mlxrl.environments:Maze", "environment.max_turns=3", "rollout.max_tokens=10"]
+WORLD = [f"environment.factory={MAZE}:Maze", "environment.max_turns=3", "rollout.max_tokens=10"]
 
 
 def test_what_an_environment_answers_is_bounded_or_said_not_to_be_counted(folder, capsys):
@@ -293,7 +293,7 @@ def test_what_an_environment_answers_is_bounded_or_said_not_to_be_counted(folder
     assert plan(*WORLD) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith(", without what the environment answers")
     settings = read("run.toml", [*WORLD, "train.max_tokens_per_row=100"])
-    rows = read_tasks(settings.data.train, settings.data.prompt, {})
+    rows = tasks(settings.data.train, settings.data.prompt)
     bounded, free = plan_of(settings, rows).work, plan_of(read("run.toml", WORLD), rows).work
     assert (bounded.completion, bounded.learned) == (30, 100 - bounded.prompt)
     assert (free.completion, free.learned) == (30, 30)
@@ -302,7 +302,7 @@ def test_what_an_environment_answers_is_bounded_or_said_not_to_be_counted(folder
 def test_a_row_is_cut_in_training_and_in_the_plan(folder):
     settings = read("run.toml", ["rollout.max_tokens=200", "train.max_tokens_per_row=60"])
     whole = read("run.toml", ["rollout.max_tokens=200"])
-    rows = read_tasks(settings.data.train, settings.data.prompt, {})
+    rows = tasks(settings.data.train, settings.data.prompt)
     cut, uncut = (plan_of(given, rows).work for given in (settings, whole))
     assert (cut.completion, cut.learned) == (200, 60 - cut.prompt)
     assert uncut.learned == 200

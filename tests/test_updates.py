@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 from mlxrl import algo
 from mlxrl.algo.recipes import dapo, gigpo, grpo, opd, reinforce_pp
 from mlxrl.policy.logprobs import logprobs
-from mlxrl.settings import Sampling
+from mlxrl.settings import Reward, Sampling
 from mlxrl.train import loop
 from mlxrl.train.pack import pack
 from mlxrl.train.parts import parts
@@ -263,7 +263,7 @@ def test_rewards_that_fail_cost_their_attempts_and_nothing_else():
         return [0.5, 0.25, None, 1.0] * (len(completions) // 4)
 
     for recipe in (grpo(), grpo(combine="normalise"), dapo(whiten=True), reinforce_pp()):
-        (step,) = steps(recipe, reward=[first, second], weights=[1.0, 2.0], max_draws=2)
+        (step,) = steps(recipe, reward=Reward(functions=(first, second), weights=(1.0, 2.0)), max_draws=2)
         for group in step.groups:
             np.testing.assert_allclose([t.reward for t in group], [2.0, 0.5, math.nan, math.nan])
         assert step.metrics["reward/failed"] == 8

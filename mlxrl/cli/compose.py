@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrl import config
 from mlxrl.config import Config
-from mlxrl.data import read_tasks
+from mlxrl.data import tasks
 from mlxrl.settings import Sampling
 from mlxrl.types import Algorithm, Group, Task
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def training_rows(settings: Config) -> list[Task]:
     """The rows to train on; ValueError where one is wrong or has no hint, or a step asks more than there are."""
     data, wanted = settings.data, settings.rollout.tasks_per_step
-    rows = read_tasks(data.train, data.prompt, data.columns, data.system)
+    rows = tasks(data.train, data.prompt, system=data.system, limit=None, **data.columns)
     if wanted > len(rows):
         raise ValueError(f"rollout: tasks_per_step: wanted at most the {len(rows)} rows of {data.train}, got {wanted}")
     if settings.teacher.hint is not None:
@@ -46,7 +46,8 @@ def heldout_rows(settings: Config) -> list[Task]:
     data = settings.data
     if data.evaluation is None:
         return []
-    return read_tasks(data.evaluation, data.prompt, data.columns, data.system, settings.evaluation.rows)
+    limit = settings.evaluation.rows
+    return tasks(data.evaluation, data.prompt, system=data.system, limit=limit, **data.columns)
 
 
 def policy(settings: Config, rows: Sequence[Task], *, trained: bool, adapter: str | None = None) -> Policy:
@@ -95,9 +96,8 @@ def judge(settings: Config, policy: Policy, heldout: Sequence[Task]) -> Callable
         evaluate,
         policy,
         heldout,
-        config.reward_functions(settings),
+        config.rewards(settings),
         sampling=plain,
-        weights=settings.reward.weights,
         max_rows=settings.rollout.max_rows,
         thinking=settings.data.thinking,
         seed=settings.seed,
@@ -176,14 +176,13 @@ def steps(
         policy,
         rows,
         algorithm(settings, policy),
-        reward=config.reward_functions(settings) or None,
+        reward=config.rewards(settings),
         steps=settings.steps,
         tasks_per_step=rollout.tasks_per_step,
         group_size=rollout.group_size,
         sampling=sampling(settings),
         optimizer=optimizer,
         seed=settings.seed,
-        weights=settings.reward.weights,
         shape=shape(settings),
         max_draws=rollout.max_draws,
         teacher=teacher,

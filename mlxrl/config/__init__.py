@@ -8,14 +8,14 @@ from mlxrl.config.tables import Config
 from mlxrl.config.text import resolved, text
 
 if TYPE_CHECKING:
-    from mlxrl.config.check import algorithm, environment, reward_functions
+    from mlxrl.config.check import algorithm, environment, rewards
 
-__all__ = ["Config", "ConfigError", "algorithm", "environment", "read", "resolved", "reward_functions", "text"]
+__all__ = ["Config", "ConfigError", "algorithm", "environment", "read", "resolved", "rewards", "text"]
 
 
 def __getattr__(name: str) -> Any:
     """What the recipes are needed for, imported when it is first asked for."""
-    if name in ("algorithm", "environment", "reward_functions"):
+    if name in ("algorithm", "environment", "rewards"):
         from mlxrl.config import check
 
         return getattr(check, name)

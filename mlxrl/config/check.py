@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Protocol, Unpack, cast, get_args, get_origin, get_type_hints
 
-from mlxrl import rewards, types
+from mlxrl import plugins, settings, types
 from mlxrl.algo.probe import learns_alone, uses_rewards
 from mlxrl.algo.recipes import RECIPES
 from mlxrl.config.strict import ConfigError, Origin, convert
 from mlxrl.config.tables import Config, Environment, Evaluation, Reward, Rollout, Teacher
-from mlxrl.data import RESERVED, did_you_mean, read_tasks
+from mlxrl.data import RESERVED, tasks
+from mlxrl.errors import UserError, did_you_mean
+from mlxrl.rewards import Rewards, check_columns, rewards_of
 from mlxrl.rollout.worlds import Copying, Factory, accept, earns
 
 TASKS_KEYWORDS = ("source", "prompt", "system", "limit")
@@ -46,16 +48,16 @@ def algorithm(config: Config) -> Recipe:
     return cast(Recipe, RECIPES[config.algorithm.name](**arguments))
 
 
-def reward_functions(config: Config) -> list[rewards.Function]:
-    """The reward functions that a config names."""
-    return [rewards.resolve(spec) for spec in config.reward.functions]
+def rewards(config: Config) -> Rewards:
+    """The reward functions that a config names, and their weights."""
+    return rewards_of(settings.Reward(functions=config.reward.functions, weights=config.reward.weights))
 
 
 def environment(config: Config) -> Factory | None:
     """What makes the environments that a config names, None where it names none."""
     if config.environment.factory is None:
         return None
-    return Copying(rewards.find(config.environment.factory, what="environment"), **config.environment.arguments)
+    return Copying(plugins.find(config.environment.factory), **config.environment.arguments)
 
 
 def _check_algorithm(config: Config, origin: Origin) -> Recipe:
@@ -119,10 +121,9 @@ def _check_environment(config: Config, origin: Origin) -> None:
                 raise origin.error(f"environment.{name}", "has no effect without environment.factory")
         return
     try:
-        found = rewards.find(world.factory, what="environment")
-    except ValueError as error:
-        message = _line(error).removeprefix("environment").lstrip(": ")
-        raise origin.error("environment", message, "environment.factory") from None
+        found = plugins.find(world.factory)
+    except plugins.PluginError as error:
+        raise origin.error("environment.factory", str(error)) from None
     try:
         accept(found, world.arguments)
     except ValueError as error:
@@ -177,24 +178,19 @@ def _columns(config: Config, origin: Origin) -> dict[str, list[str]]:
     ]
     data = config.data
     try:
-        first = {source: read_tasks(source, data.prompt, data.columns, data.system, limit=1)[0] for source in sources}
+        first = {one: tasks(one, data.prompt, system=data.system, limit=1, **data.columns)[0] for one in sources}
     except ValueError as error:
         raise ConfigError(_line(error)) from None
     return {source: list(task.columns) for source, task in first.items()}
 
 
 def _check_rewards(config: Config, origin: Origin, columns: list[list[str]]) -> None:
-    specs = config.reward.functions
-    if twice := next((spec for spec in specs if specs.count(spec) > 1), None):
-        raise origin.error("reward.functions", f"{twice!r} stands there twice; use reward.weights")
     try:
-        if specs or config.reward.weights:
-            rewards.check_weights(len(specs), config.reward.weights)
-        for function in reward_functions(config):
-            for names in columns:
-                rewards.accept(function, names)
-    except ValueError as error:
-        raise origin.error("reward", _line(error).removeprefix("reward").lstrip(": ")) from None
+        found = rewards(config)
+        for names in columns:
+            check_columns(found, names)
+    except UserError as error:
+        raise origin.error("reward", str(error).removeprefix("reward").lstrip(": ")) from None
 
 
 def _check_use_of_rewards(config: Config, origin: Origin, built: Recipe) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlxrl import plugins
 from mlxrl.config.strict import ConfigError, Origin, fill
 from mlxrl.config.tables import Config, Teacher
 
@@ -97,24 +98,16 @@ def _gather_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _located(config: Config, folder: Path, origin: Origin) -> Config:
     """Every path made absolute, so that the config means the same wherever its resolved text lies."""
-    from mlxrl import rewards
-
     data, evaluation = config.data, config.data.evaluation
     data = replace(
         data,
         train=_source(data.train, folder, origin, "data.train"),
         evaluation=None if evaluation is None else _source(evaluation, folder, origin, "data.evaluation"),
     )
-    try:
-        functions = tuple(rewards.located(spec, folder) for spec in config.reward.functions)
-    except ValueError as error:
-        raise origin.error("reward.functions", str(error).removeprefix("reward").lstrip(": ")) from None
+    functions = tuple(_plugin(name, folder, origin, "reward.functions") for name in config.reward.functions)
     world = config.environment
     if world.factory is not None:
-        try:
-            world = replace(world, factory=rewards.located(world.factory, folder, "environment"))
-        except ValueError as error:
-            raise origin.error("environment.factory", str(error).removeprefix("environment").lstrip(": ")) from None
+        world = replace(world, factory=_plugin(world.factory, folder, origin, "environment.factory"))
     model = replace(config.model, id=_model(config.model.id, folder, origin))
     reward, teacher = replace(config.reward, functions=functions), _teacher(config.teacher, folder, origin)
     return replace(config, model=model, data=data, reward=reward, environment=world, teacher=teacher)
@@ -130,6 +123,13 @@ def _teacher(teacher: Teacher, folder: Path, origin: Origin) -> Teacher:
             "teacher.adapter", f"no folder {teacher.adapter!r} beside the config or in the current directory"
         )
     return replace(teacher, adapter=str(path))
+
+
+def _plugin(name: str, folder: Path, origin: Origin, key: str) -> str:
+    try:
+        return plugins.located(name, folder)
+    except plugins.PluginError as error:
+        raise origin.error(key, str(error)) from None
 
 
 def _source(name: str, folder: Path, origin: Origin, key: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mlxrl.data import did_you_mean
+from mlxrl.errors import did_you_mean
 
 Table = TypeVar("Table")
 

@@ -1,61 +1,64 @@
-"""What is known of a reward function before it is called: its name, its parameters, its weight."""
+"""Reward functions that compare a completion with the answer in the data."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mlxrl.data import RESERVED, did_you_mean
-
-Function: TypeAlias = Callable[..., Any]
-
-
-def name_of(function: Function) -> str:
-    """The name under which a reward function is reported."""
-    return getattr(function, "__name__", None) or type(function).__name__
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-\u2212])?\$?"  # a sign, where no number or name stands before it
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]+)?"
+)
 
 
-def accept(function: Function, columns: Sequence[str]) -> None:
-    """Check that a reward function can be called with what the data hold.
+def last_number(text: Any) -> float | None:
+    """The last number in a text, None where there is none.
 
-    Raises:
-        ValueError: a parameter without default that is neither `prompts`, `completions` nor one of the columns.
+    Reads "1,234", "-3.5", "$12", "1e3" and a number before a full stop. A minus between two numbers is not a sign.
+
+    Args:
+        text: a string, a number, or chat messages, of which the last one counts.
     """
-    offered = [*RESERVED, *columns]
-    for parameter in parameters(function):
-        name = parameter.name
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ValueError(f"reward {name_of(function)!r}: parameter {name!r} cannot be passed as a keyword")
-        if parameter.default is parameter.empty and name not in offered:
-            hint = did_you_mean(name, offered)
-            raise ValueError(
-                f"reward {name_of(function)!r}: wants {name!r}, but the data offer {', '.join(offered)}{hint}"
-            )
+    if isinstance(text, int | float):
+        return float(text)
+    found = [match.group() for match in _NUMBER.finditer(text_of(text))]
+    if not found:
+        return None
+    plain = found[-1].translate({ord(","): None, ord("$"): None, 0x2212: "-"})
+    return value if math.isfinite(value := float(plain)) else None
 
 
-def parameters(function: Function, *, variadic: bool = False) -> list[inspect.Parameter]:
-    """What a function takes; `variadic` with its *args and **kwargs. ValueError where it does not tell."""
-    try:
-        found = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        raise ValueError(f"reward {name_of(function)!r}: its parameters cannot be read; wrap it in a def") from None
-    return [p for p in found if variadic or p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+def last_number_matches(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
+    """1 where the last number of the completion is the last number of the answer, else 0."""
+    return [float(last_number(c) == _number(a)) for c, a in zip(completions, answer, strict=True)]
 
 
-def check_weights(count: int, weights: Sequence[float] | None, *, alone: bool = False) -> list[float]:
-    """The weights of `count` reward functions; ValueError where they are not one finite number each, or all 0.
+def exact_match(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
+    """1 where completion and answer are the same text, white space at the ends aside, else 0."""
+    return [float(text_of(c).strip() == text_of(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
-    alone: whether there may be none, because an environment gives rewards.
-    """
-    if count < 1 and alone and not weights:
-        return []
-    if count < 1:
-        raise ValueError("reward: wanted at least one function, got none")
-    factors = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    if len(factors) != count:
-        raise ValueError(f"reward: weights: wanted {count}, one per function, got {len(factors)}")
-    if not all(map(math.isfinite, factors)) or not any(factors):
-        raise ValueError(f"reward: weights: wanted finite numbers that are not all 0, got {factors}")
-    return factors
+
+def contains(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
+    """1 where the answer stands somewhere in the completion, else 0."""
+    return [float(text_of(a).strip() in text_of(c)) for c, a in zip(completions, answer, strict=True)]
+
+
+def text_of(value: Any) -> str:
+    """The text of a completion or an answer: a string as it is, the last of a list of messages, a number as written."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return text_of(value.get("text", value.get("content", "")))
+    if isinstance(value, Sequence) and value:
+        parts = [part for part in value if isinstance(part, Mapping) and "role" not in part]
+        return "".join(map(text_of, parts)) if parts else text_of(value[-1])
+    return "" if value is None else str(value)
+
+
+def _number(answer: Any) -> float:
+    if (value := last_number(answer)) is None:
+        raise ValueError(f"the answer {answer!r} holds no number")
+    return value

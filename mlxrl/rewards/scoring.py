@@ -1,21 +1,98 @@
-"""Reward functions called on the groups of a step."""
+"""What a user gives as reward, as one value; and reward functions called on the groups of a step."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from mlxrl.rewards.functions import Function, check_weights, name_of, parameters
+from mlxrl import plugins, settings
+from mlxrl.data import RESERVED
+from mlxrl.errors import UserError, brief, did_you_mean, exception_line
 from mlxrl.types import Group, Trajectory
 
+Function: TypeAlias = Callable[..., Any]
 ENVIRONMENT = "environment"
 """The part of a reward that is the sum over an episode's turns."""
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class RewardError(ValueError):
-    """A reward function that raised for every completion of a call, or did not return a number for each."""
+class RewardError(UserError):
+    """Reward functions that are missing, cannot be called with the data, always raise, or return no numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Reward functions, and the weight of each in the sum."""
+
+    functions: tuple[Function, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the parts of the reward are called: by their functions, with a number where two share a name."""
+        names = [ENVIRONMENT]
+        for name in map(name_of, self.functions):
+            numbered = (f"{name}_{number}" if number > 1 else name for number in count(1))
+            names.append(next(one for one in numbered if one not in names))
+        return tuple(names[1:])
+
+
+Source: TypeAlias = Function | Sequence[Function] | settings.Reward | Rewards | None
+
+
+def rewards_of(given: Source, folder: str | Path | None = None) -> Rewards:
+    """What a user gives as reward: a function, several, a `settings.Reward` of functions or their names, or nothing.
+
+    What the settings say of shaping is not part of it: see `algo.shaping`.
+
+    Args:
+        folder: where files are looked for before the current directory.
+    Raises:
+        UserError: one line that says which function cannot be found or is none, or what is wrong with the weights.
+    """
+    if isinstance(given, Rewards):
+        return given
+    if not isinstance(given, settings.Reward):
+        given = settings.Reward(functions=() if given is None else (given,) if callable(given) else tuple(given))
+    functions = tuple(_found(one, folder) for one in given.functions)
+    return Rewards(functions, given.weights or (1.0,) * len(functions))
+
+
+def _found(given: Function | str, folder: str | Path | None) -> Function:
+    try:
+        function = plugins.find(given, folder) if isinstance(given, str) else given
+    except plugins.PluginError as error:
+        raise error.within("reward", "functions") from error.__cause__
+    if not callable(function) or isinstance(function, type):
+        name = given if isinstance(given, str) else name_of(given)
+        raise RewardError("reward", "functions", f"{name!r}: wanted a function, got a {type(function).__name__}")
+    return function
+
+
+def name_of(function: Function) -> str:
+    """The name of a function, or of the class of a callable object."""
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def check_columns(rewards: Rewards, columns: Sequence[str]) -> None:
+    """RewardError where a function has a parameter that is neither a column, `prompts` nor `completions`."""
+    offered = [*RESERVED, *columns]
+    for function in rewards.functions:
+        where = f"reward {name_of(function)!r}"
+        for parameter in _parameters(function):
+            name, needed = parameter.name, parameter.default is parameter.empty
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise RewardError(where, f"parameter {name!r} cannot be passed as a keyword")
+            if needed and name not in offered and parameter.kind not in _VARIADIC:
+                hint = did_you_mean(name, offered)
+                raise RewardError(where, f"wants {name!r}, but the data offer {', '.join(offered)}{hint}")
 
 
 def earned(trajectory: Trajectory) -> Trajectory:
@@ -24,7 +101,7 @@ def earned(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, reward=total, rewards={ENVIRONMENT: total}, weights={ENVIRONMENT: 1.0})
 
 
-def score(groups: Sequence[Group], *functions: Function, weights: Sequence[float] | None = None) -> tuple[Group, ...]:
+def score(groups: Sequence[Group], reward: Source = None) -> tuple[Group, ...]:
     """Give every trajectory its reward: the weighted sum over the functions, each called once with all completions.
 
     `Trajectory.rewards` holds the parts by function name, `Trajectory.weights` their weights. A function that returns
@@ -34,16 +111,18 @@ def score(groups: Sequence[Group], *functions: Function, weights: Sequence[float
     with weight 1, and needs no function besides.
 
     Args:
-        weights: one per function, 1 each if left out.
+        reward: see `rewards_of`. A function may change what it is given: each call has copies.
     Raises:
         RewardError: a function raised for every completion, or returned something else than a number or None for each.
     """
+    rewards = rewards_of(reward)
     flat = [trajectory for group in groups for trajectory in group]
-    given = bool(flat) and all(ENVIRONMENT in row.rewards or row.stop == "error" for row in flat)
-    names, factors = _names(functions), check_weights(len(functions), weights, alone=given)
-    parts = {name: _call(name, function, flat) for name, function in zip(names, functions, strict=True)} if flat else {}
-    weighted = dict(zip(names, factors, strict=True))
-    scored = iter([_scored(one, {name: parts[name][i] for name in names}, weighted) for i, one in enumerate(flat)])
+    rewarded = bool(flat) and all(ENVIRONMENT in one.rewards or one.stop == "error" for one in flat)
+    if not rewards.functions and not rewarded:
+        raise RewardError("reward", "wanted at least one function, got none")
+    weights = dict(zip(rewards.names, rewards.weights, strict=True))
+    parts = {name: _values(name, one, flat) for name, one in zip(rewards.names, rewards.functions, strict=True)}
+    scored = iter([_scored(one, {name: parts[name][n] for name in parts}, weights) for n, one in enumerate(flat)])
     return tuple(tuple(next(scored) for _ in group) for group in groups)
 
 
@@ -52,16 +131,17 @@ def require_scores(groups: Sequence[Group]) -> Sequence[Group]:
     finished = [trajectory for group in groups for trajectory in group if trajectory.stop != "error"]
     if finished and not any(math.isfinite(trajectory.reward) for trajectory in finished):
         raise RewardError(
-            f"reward: wanted a finite number for at least one of {len(finished)} completions, got None, NaN, infinity "
-            "or an exception for each; look at the reward functions"
+            "reward",
+            f"wanted a finite number for at least one of {len(finished)} completions, got None, NaN, infinity "
+            "or an exception for each; look at the reward functions",
         )
     return groups
 
 
 def best_and_worst(group: Group) -> list[Trajectory]:
-    """The attempts with the highest and the lowest reward, one where they are the same; failed ones come last."""
-    order = sorted(range(len(group)), key=lambda place: _rank(group[place]), reverse=True)
-    return [group[place] for place in dict.fromkeys((order[0], order[-1]))] if order else []
+    """The trajectories with the highest and the lowest reward, one where they are the same; failed ones come last."""
+    ranked = sorted(group, key=lambda one: -math.inf if math.isnan(one.reward) else one.reward, reverse=True)
+    return ranked[:1] if len(ranked) < 2 else [ranked[0], ranked[-1]]
 
 
 def _scored(trajectory: Trajectory, parts: Mapping[str, float | None], weights: Mapping[str, float]) -> Trajectory:
@@ -75,91 +155,69 @@ def _scored(trajectory: Trajectory, parts: Mapping[str, float | None], weights: 
     return replace(trajectory, reward=float(total), rewards=known, weights=weights)
 
 
-def _rank(trajectory: Trajectory) -> float:
-    return -math.inf if math.isnan(trajectory.reward) else trajectory.reward
+def _values(name: str, function: Function, flat: Sequence[Trajectory]) -> list[float | None]:
+    """What a function returns for every completion, NaN where it raises."""
+    columns = [column for trajectory in flat for column in trajectory.task.columns]
+    wanted = _wanted(function, list(dict.fromkeys((*RESERVED, *columns))))
+    returned, error = _called(function, wanted, flat)
+    if error is None:
+        return _numbers(name, returned, len(flat))
+    alone = [_called(function, wanted, [one]) for one in flat] if len(flat) > 1 else [(None, error)]
+    if all(raised is not None for _, raised in alone):
+        times = f"raised for each of {len(flat)} completions"
+        raise RewardError(f"reward {name!r} {times}", exception_line(error)) from error
+    return [_numbers(name, returned, 1)[0] if raised is None else math.nan for returned, raised in alone]
 
 
-def _call(name: str, function: Function, flat: Sequence[Trajectory]) -> list[float | None]:
-    columns = list(dict.fromkeys(name for trajectory in flat for name in trajectory.task.columns))
+def _called(function: Function, wanted: Sequence[str], flat: Sequence[Trajectory]) -> tuple[Any, BaseException | None]:
+    """What a function returned, and what it raised."""
     try:
-        returned = function(**_keywords(function, flat, columns))
+        return function(**{name: [_argument(name, one) for one in flat] for name in wanted}), None
     except (Exception, SystemExit) as error:  # noqa: BLE001  (any exception of a user's function costs a sample, not the run)
-        return _one_by_one(name, function, flat, columns, error)
-    return _numbers(name, returned, len(flat))
+        return None, error
 
 
-def _one_by_one(
-    name: str, function: Function, flat: Sequence[Trajectory], columns: Sequence[str], error: BaseException
-) -> list[float | None]:
-    values: list[float | None] = []
-    failed = 0
-    for trajectory in flat if len(flat) > 1 else ():
-        try:
-            returned = function(**_keywords(function, [trajectory], columns))
-        except (Exception, SystemExit):  # noqa: BLE001  (as above)
-            values.append(math.nan)
-            failed += 1
-        else:
-            values += _numbers(name, returned, 1)
-    if failed == len(values):
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RewardError(f"reward {name!r} raised for each of {len(flat)} completions: {reason}") from error
-    return values
+def _wanted(function: Function, offered: Sequence[str]) -> Sequence[str]:
+    """The keywords that a function has parameters for."""
+    parameters = _parameters(function)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return offered
+    names = {parameter.name for parameter in parameters}
+    return [name for name in offered if name in names]
 
 
-def _keywords(function: Function, flat: Sequence[Trajectory], columns: Sequence[str]) -> dict[str, list[Any]]:
-    """The arguments of a call, made anew each time: a function that changes them cannot reach another one."""
-    keywords: dict[str, list[Any]] = {
-        "prompts": [_prompt(trajectory) for trajectory in flat],
-        "completions": [_completion(trajectory) for trajectory in flat],
-        **{name: [trajectory.task.columns.get(name) for trajectory in flat] for name in columns},
-    }
-    accepted = parameters(function, variadic=True)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
-        return keywords
-    names = {parameter.name for parameter in accepted}
-    return {name: values for name, values in keywords.items() if name in names}
+def _parameters(function: Function) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        message = "its parameters cannot be read; wrap it in a def"
+        raise RewardError(f"reward {name_of(function)!r}", message) from None
 
 
-def _prompt(trajectory: Trajectory) -> str | list[dict[str, Any]]:
+def _argument(name: str, trajectory: Trajectory) -> Any:
+    """What a function gets of a trajectory by a name: a copy, so that changing it changes no task and no other call."""
     prompt = trajectory.task.prompt
-    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+    if name == "prompts":
+        return prompt if isinstance(prompt, str) else [deepcopy(dict(message)) for message in prompt]
+    if name == "completions":
+        text = trajectory.text
+        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    value = trajectory.task.columns.get(name)
+    return deepcopy(value) if isinstance(value, list | dict | set | tuple) else value
 
 
-def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
-    if isinstance(trajectory.task.prompt, str):
-        return trajectory.text
-    return [{"role": "assistant", "content": trajectory.text}]
-
-
-def _numbers(name: str, returned: Any, count: int) -> list[float | None]:
+def _numbers(name: str, returned: Any, number: int) -> list[float | None]:
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):
-        raise RewardError(f"reward {name!r}: wanted a list of {count} numbers, got {_shown(returned)}")
-    if len(returned) != count:
-        raise RewardError(f"reward {name!r}: wanted {count} numbers, one per completion, got {len(returned)}")
-    return [_value(name, value) for value in returned]
+        raise RewardError(f"reward {name!r}", f"wanted a list of {number} numbers, got {brief(returned)}")
+    if len(returned) != number:
+        raise RewardError(f"reward {name!r}", f"wanted {number} numbers, one per completion, got {len(returned)}")
+    return [None if value is None else _number(name, value) for value in returned]
 
 
-def _value(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
+def _number(name: str, value: Any) -> float:
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, int | float):
-        raise RewardError(f"reward {name!r}: wanted a number per completion, got {_shown(value)}")
-    return float(value) if math.isfinite(value) else math.nan
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {repr(value)[:60]}"
-
-
-def _names(functions: Sequence[Function]) -> list[str]:
-    names = [ENVIRONMENT]
-    for function in functions:
-        name, number = name_of(function), 2
-        while name in names:
-            name, number = f"{name_of(function)}_{number}", number + 1
-        names.append(name)
-    return names[1:]
+        raise RewardError(f"reward {name!r}", f"wanted a number per completion, got {brief(value)}")
+    return float(value) if abs(value) <= sys.float_info.max else math.nan

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from mlxrl.data import did_you_mean
+from mlxrl.errors import did_you_mean
 from mlxrl.policy.load import Policy
 from mlxrl.rollout.decode import Loop
 from mlxrl.rollout.play import Bounds, Limits, Play

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from mlxrl.data import did_you_mean
+from mlxrl.errors import did_you_mean
 from mlxrl.rollout.pool import Call
 from mlxrl.types import Environment, Feedback, Message, Task
 

@@ -6,19 +6,25 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
-from mlxrl.tools.calls import Asked, Parser, calls_in, parser_of
-from mlxrl.tools.schema import ArgumentError, Tool, tool_of
+from msgspec import Meta
+
+from mlxrl.checked import SettingError, checked_value
+from mlxrl.errors import brief, message_of
+from mlxrl.settings import LONGEST
+from mlxrl.tools.parser import Parser, ToolCall, parser_of, tool_calls
+from mlxrl.tools.schema import Tool, ToolError, tool_of
 from mlxrl.types import Feedback, Message, Task
 
 Outcome = Literal["answered", "raised", "late", "malformed", "unknown", "arguments"]
-LONGEST = 1e6  # seconds of a call
 INVALID: frozenset[Outcome] = frozenset({"malformed", "unknown", "arguments"})
 
 
+@dataclass(eq=False)
 class Tools:
-    """A factory of environments in which the model may call functions: `rollout(..., environment=Tools([add]))`.
+    """A factory of environments in which the model may call functions: `environment=Tools([add])`.
 
     A reply that calls is answered by a message for every call; a reply without a call ends the episode. What a function
     returns is an observation, and so is what it raises: its message and nothing else. A call that cannot be read, of
@@ -26,85 +32,72 @@ class Tools:
 
     The functions run in threads of this process and with its rights: what they do with their arguments is theirs to
     bound. Nothing that the model wrote is executed here.
+
+    Args:
+        functions: see `schema.tool_of`.
+        parser: the format of calls, a name of `mlx_lm.tool_parsers`; None for the model's own.
+        offered: whether the chat template describes the tools to the model; else the prompts have to.
+        parallel: let a reply continue after its first call, so that it may hold several; else the closing tag of a
+            call ends it, where the format has one.
+        role: of the messages that answer.
+        timeout: seconds of a call. Those of a reply run one after the other, within the rollout's own timeout.
+    Raises:
+        UserError: one line that says which function cannot be described to a model, and why.
+
+    schemas: of the functions. counts: how often calls came out in which way, over all episodes so far.
     """
 
-    earns = False  # a run without reward functions is refused
+    functions: Sequence[Callable[..., Any]]
+    _: KW_ONLY
+    parser: str | Parser | None = None
+    offered: bool = True
+    parallel: bool = False
+    role: str = "tool"
+    timeout: float = 10.0
+    counts: Counter[Outcome] = field(init=False, default_factory=Counter[Outcome])
+    lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    earns: ClassVar[bool] = False  # a run without reward functions is refused
 
-    def __init__(
-        self,
-        functions: Sequence[Callable[..., Any]],
-        *,
-        parser: str | Parser | None = None,
-        offered: bool = True,
-        parallel: bool = False,
-        role: str = "tool",
-        timeout: float = 10.0,
-    ) -> None:
-        """Make the schemas of the functions, see `schema.tool_of`.
-
-        Args:
-            parser: the format of calls, a name of `mlx_lm.tool_parsers`; None for the model's own.
-            offered: whether the chat template tells the model of the tools; else the prompts have to.
-            parallel: let a reply go on behind its first call, so that it may hold several; else the closing tag of a
-                call ends it, where the format has one.
-            role: of the messages that answer.
-            timeout: seconds of a call. Those of a reply run one after the other, within the rollout's own timeout.
-        Raises:
-            ValueError: one line that says which function cannot be told to a model, and why.
-        """
-        given: Any = {"parser": parser, "timeout": timeout}  # whatever their hints say
-        if callable(functions):
-            name = getattr(functions, "__name__", type(functions).__name__)
-            raise ValueError(f"tools: wanted a list of functions, got a function; write Tools([{name}])")
-        if not isinstance(given["parser"], str | Parser | None):
-            raise ValueError(f"tools: parser: wanted a name of mlx_lm.tool_parsers or a Parser, got {parser!r}")
-        if not isinstance(given["timeout"], int | float) or not 0 < timeout <= LONGEST:
-            raise ValueError(f"tools: timeout: wanted more than 0 seconds, at most {LONGEST:g}, got {timeout!r}")
-        tools = [tool_of(function) for function in functions]
-        if not tools:
-            raise ValueError("tools: wanted at least one function, got none")
-        self.known = {tool.name: tool for tool in tools}
-        if len(self.known) < len(tools):
-            raise ValueError(
-                f"tools: wanted functions of different names, got {', '.join(tool.name for tool in tools)}"
-            )
-        self.parser = parser if isinstance(parser, Parser) else None
-        self.format = parser if isinstance(parser, str) else None
-        self.offered, self.parallel, self.role, self.timeout = offered, parallel, role, timeout
-        self.schemas = [dict(tool.schema) for tool in tools]
-        self._counts, self._lock = Counter[Outcome](), threading.Lock()
-
-    @property
-    def counts(self) -> dict[Outcome, int]:
-        """How often calls came out in which way, over all episodes so far."""
-        with self._lock:
-            return dict(self._counts)
-
-    def count(self, outcome: Outcome) -> None:
-        """One more call came out so."""
-        with self._lock:
-            self._counts[outcome] += 1
+    def __post_init__(self) -> None:
+        given: Any = self.parser  # whatever its hint says
+        if not isinstance(given, str | Parser | None):
+            raise ToolError("tools", "parser", f"wanted a name of mlx_lm.tool_parsers or a Parser, got {brief(given)}")
+        self.timeout = checked_value("tools", "timeout", Annotated[float, Meta(gt=0, le=LONGEST)], self.timeout)
+        self.tools = _by_name(self.functions)
+        self.schemas = [dict(tool.schema) for tool in self.tools.values()]
+        self.format = given if isinstance(given, Parser) else None
 
     def prepare(self, tokenizer: Any) -> None:
         """Find out how the model writes calls; a rollout calls this before its episodes.
 
         Raises:
-            ValueError: mlx-lm knows no format for it, or its chat template does not tell of tools.
+            ToolError: mlx-lm knows no format for it, or its chat template does not describe tools.
         """
-        if self.format is not None or self.parser is None:
-            self.parser = parser_of(tokenizer, self.format)
+        if not isinstance(self.parser, Parser):
+            self.format = parser_of(tokenizer, self.parser)
         template = getattr(tokenizer, "chat_template", None)
         if self.offered and isinstance(template, str) and "tools" not in template:
-            raise ValueError(
-                "tools: the chat template of this model does not tell it of tools; wanted Tools(functions, "
-                "offered=False, parser=...), and prompts that do"
-            )
+            wanted = "Tools(functions, offered=False, parser=...), and prompts that do"
+            raise ToolError("tools", f"the chat template of this model does not describe tools; wanted {wanted}")
 
     def __call__(self) -> ToolEnvironment:
         """The environment of an episode."""
-        if self.parser is None:
-            raise ValueError("tools: how the model writes calls is not known; call prepare(tokenizer) first")
-        return ToolEnvironment(self, self.parser)
+        if self.format is None:
+            raise ToolError("tools", "how the model writes calls is not known; call prepare(tokenizer) first")
+        return ToolEnvironment(self, self.format)
+
+
+def _by_name(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
+    if callable(functions):
+        name = getattr(functions, "__name__", type(functions).__name__)
+        raise ToolError("tools", f"wanted a list of functions, got a function; write Tools([{name}])")
+    found = {tool.name: tool for tool in map(tool_of, functions)}
+    if not found:
+        raise ToolError("tools", "wanted at least one function, got none")
+    if len(found) < len(functions):
+        names = ", ".join(function.__name__ for function in functions)
+        raise ToolError("tools", f"wanted functions of different names, got {names}")
+    return found
 
 
 class ToolEnvironment:
@@ -126,41 +119,41 @@ class ToolEnvironment:
 
     def step(self, reply: str) -> Feedback:
         """Execute the calls of a reply, one after the other."""
-        calls = calls_in(reply, self.parser, self.factory.schemas)
+        calls = tool_calls(reply, self.parser, self.factory.schemas)
         if not calls:
             return Feedback(done=True)
-        answers = [self._answer(call) for call in calls]
-        for _, outcome in answers:
-            self.factory.count(outcome)
+        texts, outcomes = zip(*map(self._answer, calls), strict=True)
+        with self.factory.lock:
+            self.factory.counts.update(outcomes)
         messages = tuple(
-            {"role": self.factory.role, "name": legible(call.name), "content": legible(text)}
-            for call, (text, _) in zip(calls, answers, strict=True)
+            {"role": self.factory.role, "name": _encodable(call.name), "content": _encodable(text)}
+            for call, text in zip(calls, texts, strict=True)
         )
-        return Feedback(messages, invalid=any(outcome in INVALID for _, outcome in answers))
+        return Feedback(messages, invalid=not INVALID.isdisjoint(outcomes))
 
-    def _answer(self, call: Asked) -> tuple[str, Outcome]:
-        known = self.factory.known
+    def _answer(self, call: ToolCall) -> tuple[str, Outcome]:
+        tools = self.factory.tools
         if call.fault:
             return f"error: {call.fault}", "malformed"
-        if call.name not in known:
-            return f"error: unknown function {call.name!r}; there are {', '.join(known)}", "unknown"
+        if call.name not in tools:
+            return f"error: unknown function {call.name!r}; there are {', '.join(tools)}", "unknown"
         try:
-            arguments = known[call.name].arguments(call.arguments or {})
-        except ArgumentError as error:
+            arguments = tools[call.name].arguments(call.arguments or {})
+        except SettingError as error:
             return f"error: {error}", "arguments"
-        return executed(known[call.name], arguments, self.factory.timeout)
+        return _executed(tools[call.name], arguments, self.factory.timeout)
 
 
-def executed(tool: Tool, arguments: Mapping[str, Any], timeout: float) -> tuple[str, Outcome]:
+def _executed(tool: Tool, arguments: Mapping[str, Any], timeout: float) -> tuple[str, Outcome]:
     """What a function returned as text, or the message of what it raised, within so many seconds.
 
-    One that takes longer is left behind in its thread, which does not keep the process.
+    One that takes longer is left running in its thread, which does not keep the process.
     """
     found: list[tuple[str, Outcome]] = []
 
     def run() -> None:
         try:
-            found.append((text_of(tool.function(**arguments)), "answered"))
+            found.append((_text_of(tool.function(**arguments)), "answered"))
         except BaseException as error:  # noqa: BLE001  (what a tool raises is what the model reads)
             found.append((f"error: {message_of(error)}", "raised"))
 
@@ -170,19 +163,11 @@ def executed(tool: Tool, arguments: Mapping[str, Any], timeout: float) -> tuple[
     return found[0] if found else (f"error: {tool.name}: no answer in {timeout:g} s", "late")
 
 
-def message_of(error: BaseException) -> str:
-    """What an exception says, or its kind where it does not."""
-    try:
-        return str(error) or type(error).__name__
-    except BaseException:  # noqa: BLE001  (the tool's own code)
-        return type(error).__name__
-
-
-def legible(text: str) -> str:
-    """A text that a tokenizer can read: halves of characters become question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def text_of(value: Any) -> str:
+def _text_of(value: Any) -> str:
     """A text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _encodable(text: str) -> str:
+    """A text that a tokenizer can read: halves of characters become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")

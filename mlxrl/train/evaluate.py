@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import numpy as np
 
 from mlxrl.policy.load import Policy
-from mlxrl.rewards import require_scores, score
+from mlxrl.rewards import require_scores, rewards_of, score
+from mlxrl.rewards.scoring import Source
 from mlxrl.rollout.episodes import refuse_limits, rollout
 from mlxrl.rollout.play import Limits
 from mlxrl.rollout.sampling import key_of
@@ -46,10 +47,9 @@ class Evaluation:
 def evaluate(
     policy: Policy,
     tasks: Sequence[Task],
-    reward: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+    reward: Source = (),
     *,
     sampling: Sampling = Sampling(temperature=0.0),
-    weights: Sequence[float] | None = None,
     max_rows: int = 32,
     thinking: bool | None = None,
     seed: int = 0,
@@ -59,20 +59,21 @@ def evaluate(
     """Answer every task once, greedily by default, and score the answers.
 
     Args:
-        reward: may be left out where an environment gives the rewards. environment, limits: see `rollout`.
+        reward: see `rewards.rewards_of`; may be left out where an environment gives the rewards.
+        environment, limits: see `rollout`.
     """
     if not tasks:
         raise ValueError("evaluate: wanted at least one task, got none")
     refuse_limits(evaluate, environment, limits)
-    functions = [reward] if callable(reward) else list(reward)
-    if environment is not None and not functions and not earns(environment):
+    rewards = rewards_of(reward)
+    if environment is not None and not rewards.functions and not earns(environment):
         raise ValueError("evaluate: reward: wanted at least one function, got none; the environment gives no rewards")
     groups = rollout(
         policy, tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows, thinking=thinking,
         environment=environment, **limits,
     )  # fmt: skip
     require_finite(groups, "evaluation")
-    scored = require_scores(score(groups, *functions, weights=weights))
+    scored = require_scores(score(groups, rewards))
     return Evaluation(tuple(group[0] for group in scored))
 
 

@@ -17,7 +17,8 @@ from mlxrl.algo.echo import at_step
 from mlxrl.algo.probe import candidates_kept, uses_rewards
 from mlxrl.data import cycle
 from mlxrl.policy.load import Policy
-from mlxrl.rewards import require_scores, score
+from mlxrl.rewards import Rewards, require_scores, rewards_of, score
+from mlxrl.rewards.scoring import Source
 from mlxrl.rollout.episodes import refuse_limits, rollout
 from mlxrl.rollout.play import Limits
 from mlxrl.rollout.prefill import context_of
@@ -94,14 +95,13 @@ def train(
     tasks: Sequence[Task],
     algo: Algorithm,
     *,
-    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    reward: Source = None,
     steps: int,
     tasks_per_step: int = 4,
     group_size: int = 8,
     sampling: Sampling = Sampling(),
     optimizer: optim.Optimizer | None = None,
     seed: int = 0,
-    weights: Sequence[float] | None = None,
     shape: Shape | None = None,
     max_draws: int = 1,
     teacher: Policy | Teacher | Literal["base"] | None = None,
@@ -121,8 +121,8 @@ def train(
     """Train from step `start` to `steps`. Everything random is a function of (seed, step), so a run can be resumed.
 
     Args:
-        reward: a function of TRL's shape or several, summed with `weights`; None where a teacher alone teaches, or
-            an environment gives the rewards.
+        reward: a function of TRL's shape, several, or `settings.Reward`; None where a teacher alone teaches, or an
+            environment gives the rewards.
         optimizer: AdamW at a constant 1e-5 where none is given.
         shape: what is made of the scored groups before they are credited, as `algo.shaping.shape_overlong`.
         max_draws: how often a step may draw tasks. With more than one, groups whose rewards are all equal are left
@@ -135,15 +135,13 @@ def train(
         Diverged: three updates in a row were not finite.
     """
     optimizer = optimizer or make_optimizer(learning_rate=1e-5)
-    functions = [] if reward is None else [reward] if callable(reward) else list(reward)
+    rewards = rewards_of(reward)
     refuse_limits(train, environment, limits)
-    _refuse(algo, [*functions, *([environment] if earns(environment) else [])], shape, max_draws)
+    _refuse(algo, [*rewards.functions, *([environment] if earns(environment) else [])], shape, max_draws)
     judge = teacher_of(policy, algo, teacher, hint, thinking)
     if environment is not None and judge is not None and judge.hint is not None:
         raise ValueError("train: hint: an environment says what is asked; leave the hint out")
-    asking = Asking(
-        policy, group_size, _keeping(sampling, algo), max_rows, thinking, functions, weights, environment, limits
-    )
+    asking = Asking(policy, group_size, _keeping(sampling, algo), max_rows, thinking, rewards, environment, limits)
     sizes = {"tokens_per_pass": tokens_per_pass, "max_tokens_per_row": max_tokens_per_row}
     options: dict[str, Any] = {"teacher": judge, "max_grad_norm": max_grad_norm, "recompute": recompute}
     learning = Learning(policy, optimizer, judge, updates_per_rollout, minibatches, sizes, options)
@@ -214,8 +212,7 @@ class Asking:
     sampling: Sampling
     max_rows: int
     thinking: bool | None
-    functions: Sequence[Callable[..., Any]]
-    weights: Sequence[float] | None
+    rewards: Rewards
     environment: Factory | None = None
     limits: Limits = field(default_factory=Limits)
 
@@ -227,8 +224,8 @@ class Asking:
         )  # fmt: skip
         clock.lap("rollout")
         require_finite(groups, f"step {step}")
-        if self.functions or self.environment is not None:
-            groups = require_scores(score(groups, *self.functions, weights=self.weights))
+        if self.rewards.functions or self.environment is not None:
+            groups = require_scores(score(groups, self.rewards))
         clock.lap("reward")
         return groups
 

@@ -1,4 +1,4 @@
-"""A text maze, in which places are met again.
+"""A text maze, in which places are met again: `factory = "environments/maze.py:Maze"` beside `examples/maze.toml`.
 
 to C2. at A1: es          e
 at B1: esw                s
@@ -9,9 +9,11 @@ wall. at B2: n            n          invalid
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from mlxrl.types import Feedback, Message, Task
 
@@ -33,6 +35,12 @@ def maze_tasks(count: int, seed: int = 0, *, size: int = 3, loops: int = 1) -> l
         raise ValueError(f"maze: size: wanted 2 to 26, got {size}")
     draw = random.Random(seed)
     return [_task(draw, size, loops) for _ in range(count)]
+
+
+def write(path: str | Path, tasks: Iterable[Task]) -> None:
+    """Write tasks to a .jsonl that `mlxrl.tasks` and [data] read: a prompt and the columns in each line."""
+    lines = [json.dumps({"prompt": task.prompt, **task.columns}) + "\n" for task in tasks]
+    Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def _task(draw: random.Random, size: int, loops: int) -> Task:

@@ -1,4 +1,4 @@
-"""A calculator as a tool: `rollout(..., environment=calculator)`.
+"""A calculator as a tool: `factory = "calculator.py:calculator"`, or `environment=calculator` in Python.
 
 Its arithmetic has a parser of its own: numbers, + - * /, signs and brackets, and nothing else.
 """
@@ -22,10 +22,10 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > LONGEST:
         raise ValueError(f"wanted at most {LONGEST} characters, got {len(expression)}")
-    return shown(Reader(expression.replace("×", "*").replace("÷", "/")).all())
+    return written(Reader(expression.replace("×", "*").replace("÷", "/")).all())
 
 
-def shown(value: Fraction) -> str:
+def written(value: Fraction) -> str:
     """A number as text: whole where it is, else to 12 digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
@@ -50,7 +50,7 @@ class Reader:
         return value
 
     def _next(self) -> str:
-        """Go on to the next token; returns the present one."""
+        """Take the next token; returns the present one."""
         taken, rest = self.token, self.text[self.place :]
         found = _TOKEN.match(rest)
         if found is None and rest.strip():

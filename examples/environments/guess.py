@@ -1,4 +1,4 @@
-"""A guessing game: find a number by hints, in few turns.
+"""A guessing game: find a number by hints, in few turns. `factory = "guess.py:GuessingGame"`
 
 guess 1-16          8
 higher              12
@@ -27,7 +27,7 @@ class GuessingGame:
 
     A guess is the last number of the reply. The n-th guess that is right earns 1 - (n - 1) / guesses, others nothing.
     A reply without a number of the range is invalid, and a guess spent. The state is the range that the hints leave, so
-    that attempts which know the same meet again.
+    that episodes which know the same meet again.
     """
 
     def __init__(self, guesses: int = 8) -> None:
@@ -51,7 +51,7 @@ class GuessingGame:
             return Feedback("right", 1 - (self.taken - 1) / self.guesses, done=True)
         hint = f"a number {self.low}-{self.high}"
         if guess is not None:
-            hint = self._told(guess)
+            hint = self._compared(guess)
         return Feedback(hint, done=self.taken == self.guesses, state=self.range, invalid=guess is None)
 
     def _guess(self, reply: str) -> int | None:
@@ -59,7 +59,7 @@ class GuessingGame:
         number = int(found[-1]) if found and len(found[-1]) < 10 else None
         return number if number is not None and self.low <= number <= self.high else None
 
-    def _told(self, guess: int) -> str:
+    def _compared(self, guess: int) -> str:
         low, high = self.range
         if guess < self.secret:
             self.range = (max(low, guess + 1), high)
