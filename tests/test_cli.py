@@ -134,7 +134,8 @@ def test_every_setting_arrives(folder, monkeypatch):
     }  # fmt: skip
     sampling = Sampling(max_tokens=9, temperature=0.75, top_p=0.875, top_k=11, min_p=0.125, **rules)
     policy, rows, algorithm = (seen["train"].pop(place) for place in range(3))
-    (function,) = seen["train"].pop("reward")
+    rewards = seen["train"].pop("reward")
+    assert ([one.__name__ for one in rewards.functions], rewards.weights) == (["judge"], (0.5,))
     shape, judge = seen["train"].pop("shape"), seen["train"].pop("teacher")
     assert (policy.lora, len(rows), algorithm.arguments["kl"]) == (
         LoRA(3, 1.5, 0.25, ("self_attn.q_proj",)),
@@ -144,7 +145,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert {a.dtype for name, a in tree_flatten(policy.model.parameters()) if "lora" not in name} == {mx.float16}
     assert seen["train"] == {
         "steps": 7, "tasks_per_step": 3, "group_size": 6, "sampling": sampling, "optimizer": None, "seed": 5,
-        "weights": (0.5,), "max_rows": 13, "thinking": True, "tokens_per_pass": 99, "updates_per_rollout": 2,
+        "max_rows": 13, "thinking": True, "tokens_per_pass": 99, "updates_per_rollout": 2,
         "max_tokens_per_row": 77,
         "max_grad_norm": 17.0, "max_draws": 4, "minibatches": 3, "recompute": True,
     }  # fmt: skip
@@ -158,11 +159,10 @@ def test_every_setting_arrives(folder, monkeypatch):
         0: "lion", 1: 0.5, "schedule_name": "cosine", "warmup_steps": 24, "steps": 42, "weight_decay": 0.0625,
         "betas": (0.5, 0.25),
     }  # fmt: skip
-    assert (seen["evaluate"].pop(0), len(seen["evaluate"].pop(1)), seen["evaluate"].pop(2)) == (policy, 8, [function])
+    assert (seen["evaluate"].pop(0), len(seen["evaluate"].pop(1)), seen["evaluate"].pop(2)) == (policy, 8, rewards)
     assert seen["evaluate"] == {
         "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules),
-        "weights": (0.5,), "max_rows": 13, "thinking": True,
-        "seed": 5,
+        "max_rows": 13, "thinking": True, "seed": 5,
     }  # fmt: skip
     assert seen["render"]["thinking"] is True
     assert seen["rules"] == {0: policy.tokenizer, 1: sampling}

@@ -28,7 +28,8 @@ def folder(tmp_path, monkeypatch):
 def test_files_are_found_beside_the_config_and_modules_where_python_finds_them(folder):
     (folder / "fair_grader.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\nimport fair_neighbour\n"
-        "@dataclass\nclass Box:\n    x: int\n    def open(self): ...\ndef fair(completions): return fair_neighbour.value\n"
+        "@dataclass\nclass Box:\n    x: int\n    def open(self): ...\n"
+        "def fair(completions): return fair_neighbour.value\n"
     )
     (folder / "fair_neighbour.py").write_text("value = 7.0\n")
     for name in ("fair_grader.py:fair", "fair_grader:fair"):

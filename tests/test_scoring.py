@@ -188,7 +188,7 @@ def test_what_is_no_function_is_refused(tmp_path):
         with pytest.raises(RewardError) as found:
             rewards_of(Reward(functions=(f"kinds.py:{name}",)), tmp_path)
         assert str(found.value) == f"reward: functions: 'kinds.py:{name}': wanted a function, got a {kind}"
-    with pytest.raises(PluginError, match="reward: functions: 'kinds.py:limt': kinds.py has no 'limt'; did you mean"):
+    with pytest.raises(PluginError, match=r"reward: functions: 'kinds\.py:limt': kinds\.py has no 'limt'; did"):
         rewards_of(Reward(functions=("kinds.py:limt",)), tmp_path)
     with pytest.raises(RewardError, match="reward: functions: 'Task': wanted a function, got a type"):
         rewards_of(Task)
