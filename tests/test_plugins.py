@@ -159,6 +159,7 @@ def graded(completions, answer, method, **_):
 SCORED = """
 import sys
 import mlxrl as rl
+from mlxrl.plugins import located
 from mlxrl.settings import Reward
 from mlxrl.types import Trajectory, Turn
 
@@ -168,7 +169,7 @@ if __name__ == "__main__":
         Trajectory(rl.Task("q", {"answer": answer, "method": method}), (Turn((1,), (2,), (0.0,), text),))
         for text, answer in (("it is 4", "4"), ("it is 5", "6"))
     ]
-    reward = rl.rewards.rewards_of(Reward(functions=(name,)), "conf")
+    reward = Reward(functions=(located(name, "conf"),))
     print([one.reward for one in rl.score([tuple(group)], reward)[0]])
 """
 

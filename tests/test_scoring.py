@@ -9,7 +9,8 @@ from helpers import a_policy
 from mlxrl import rewards
 from mlxrl.checked import SettingError
 from mlxrl.plugins import PluginError
-from mlxrl.rewards import RewardError, Rewards, best_and_worst, check_columns, require_scores, rewards_of, score
+from mlxrl.rewards import RewardError, Rewards, best_and_worst, require_scores, rewards_of, score
+from mlxrl.rewards.scoring import check_columns
 from mlxrl.settings import Reward, Sampling
 from mlxrl.train.evaluate import evaluate
 from mlxrl.types import Task, Trajectory, Turn
@@ -182,20 +183,25 @@ def test_weights_are_one_finite_number_each_and_not_all_zero(settings, message):
     assert str(found.value).startswith(message)
 
 
-def test_what_is_no_function_is_refused(tmp_path):
+def test_what_is_no_function_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "kinds.py").write_text("limit = 3\nclass Box: ...\n")
     for name, kind in (("limit", "int"), ("Box", "type")):
         with pytest.raises(RewardError) as found:
-            rewards_of(Reward(functions=(f"kinds.py:{name}",)), tmp_path)
+            rewards_of(Reward(functions=(f"kinds.py:{name}",)))
         assert str(found.value) == f"reward: functions: 'kinds.py:{name}': wanted a function, got a {kind}"
     with pytest.raises(PluginError, match=r"reward: functions: 'kinds\.py:limt': kinds\.py has no 'limt'; did"):
-        rewards_of(Reward(functions=("kinds.py:limt",)), tmp_path)
+        rewards_of(Reward(functions=("kinds.py:limt",)))
     with pytest.raises(RewardError, match="reward: functions: 'Task': wanted a function, got a type"):
         rewards_of(Task)
     with pytest.raises(SettingError, match="reward: functions: wanted functions, or their names, got 3"):
         rewards_of([3])  # pyright: ignore
     with pytest.raises(RewardError, match="reward: wanted at least one function, got none"):
         score([group("a")])
+
+
+def test_without_completions_no_function_is_called():
+    assert score([(), ()], lambda completions: 1 / 0) == ((), ())
 
 
 def test_numbers_that_are_no_floats_and_errors_that_cannot_be_shown():

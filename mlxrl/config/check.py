@@ -14,7 +14,7 @@ from mlxrl.config.strict import ConfigError, Origin, convert
 from mlxrl.config.tables import Config, Environment, Evaluation, Reward, Rollout, Teacher
 from mlxrl.data import RESERVED, tasks
 from mlxrl.errors import UserError, did_you_mean
-from mlxrl.rewards import Rewards, check_columns, rewards_of
+from mlxrl.rewards.scoring import Rewards, check_columns, rewards_of
 from mlxrl.rollout.worlds import Copying, Factory, accept, earns
 
 TASKS_KEYWORDS = ("source", "prompt", "system", "limit")

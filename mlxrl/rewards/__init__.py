@@ -6,22 +6,12 @@ returns a float per completion; None means "does not apply here".
 """
 
 from mlxrl.rewards.functions import contains, exact_match, last_number, last_number_matches, text_of
-from mlxrl.rewards.scoring import (
-    RewardError,
-    Rewards,
-    best_and_worst,
-    check_columns,
-    earned,
-    require_scores,
-    rewards_of,
-    score,
-)
+from mlxrl.rewards.scoring import RewardError, Rewards, best_and_worst, earned, require_scores, rewards_of, score
 
 __all__ = [
     "RewardError",
     "Rewards",
     "best_and_worst",
-    "check_columns",
     "contains",
     "earned",
     "exact_match",

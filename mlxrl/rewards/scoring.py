@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from mlxrl import plugins, settings
@@ -20,7 +19,6 @@ from mlxrl.types import Group, Trajectory
 Function: TypeAlias = Callable[..., Any]
 ENVIRONMENT = "environment"
 """The part of a reward that is the sum over an episode's turns."""
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class RewardError(UserError):
@@ -44,16 +42,14 @@ class Rewards:
         return tuple(names[1:])
 
 
-Source: TypeAlias = Function | Sequence[Function] | settings.Reward | Rewards | None
+RewardLike: TypeAlias = Function | Sequence[Function] | settings.Reward | Rewards | None
 
 
-def rewards_of(given: Source, folder: str | Path | None = None) -> Rewards:
+def rewards_of(given: RewardLike) -> Rewards:
     """What a user gives as reward: a function, several, a `settings.Reward` of functions or their names, or nothing.
 
     What the settings say of shaping is not part of it: see `algo.shaping`.
 
-    Args:
-        folder: where files are looked for before the current directory.
     Raises:
         UserError: one line that says which function cannot be found or is none, or what is wrong with the weights.
     """
@@ -61,13 +57,13 @@ def rewards_of(given: Source, folder: str | Path | None = None) -> Rewards:
         return given
     if not isinstance(given, settings.Reward):
         given = settings.Reward(functions=() if given is None else (given,) if callable(given) else tuple(given))
-    functions = tuple(_found(one, folder) for one in given.functions)
+    functions = tuple(map(_found, given.functions))
     return Rewards(functions, given.weights or (1.0,) * len(functions))
 
 
-def _found(given: Function | str, folder: str | Path | None) -> Function:
+def _found(given: Function | str) -> Function:
     try:
-        function = plugins.find(given, folder) if isinstance(given, str) else given
+        function = plugins.find(given) if isinstance(given, str) else given
     except plugins.PluginError as error:
         raise error.within("reward", "functions") from error.__cause__
     if not callable(function) or isinstance(function, type):
@@ -86,13 +82,13 @@ def check_columns(rewards: Rewards, columns: Sequence[str]) -> None:
     offered = [*RESERVED, *columns]
     for function in rewards.functions:
         where = f"reward {name_of(function)!r}"
-        for parameter in _parameters(function):
-            name, needed = parameter.name, parameter.default is parameter.empty
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise RewardError(where, f"parameter {name!r} cannot be passed as a keyword")
-            if needed and name not in offered and parameter.kind not in _VARIADIC:
-                hint = did_you_mean(name, offered)
-                raise RewardError(where, f"wants {name!r}, but the data offer {', '.join(offered)}{hint}")
+        for one in _parameters(function):
+            needed = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            if one.kind is one.POSITIONAL_ONLY:
+                raise RewardError(where, f"parameter {one.name!r} cannot be passed as a keyword")
+            if needed and one.name not in offered:
+                hint = did_you_mean(one.name, offered)
+                raise RewardError(where, f"wants {one.name!r}, but the data offer {', '.join(offered)}{hint}")
 
 
 def earned(trajectory: Trajectory) -> Trajectory:
@@ -101,7 +97,7 @@ def earned(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, reward=total, rewards={ENVIRONMENT: total}, weights={ENVIRONMENT: 1.0})
 
 
-def score(groups: Sequence[Group], reward: Source = None) -> tuple[Group, ...]:
+def score(groups: Sequence[Group], reward: RewardLike = None) -> tuple[Group, ...]:
     """Give every trajectory its reward: the weighted sum over the functions, each called once with all completions.
 
     `Trajectory.rewards` holds the parts by function name, `Trajectory.weights` their weights. A function that returns
@@ -121,7 +117,8 @@ def score(groups: Sequence[Group], reward: Source = None) -> tuple[Group, ...]:
     if not rewards.functions and not rewarded:
         raise RewardError("reward", "wanted at least one function, got none")
     weights = dict(zip(rewards.names, rewards.weights, strict=True))
-    parts = {name: _values(name, one, flat) for name, one in zip(rewards.names, rewards.functions, strict=True)}
+    called = zip(rewards.names, rewards.functions, strict=True) if flat else ()
+    parts = {name: _values(name, function, flat) for name, function in called}
     scored = iter([_scored(one, {name: parts[name][n] for name in parts}, weights) for n, one in enumerate(flat)])
     return tuple(tuple(next(scored) for _ in group) for group in groups)
 
@@ -130,11 +127,8 @@ def require_scores(groups: Sequence[Group]) -> Sequence[Group]:
     """The groups; RewardError where not one completion that the model finished has a finite reward."""
     finished = [trajectory for group in groups for trajectory in group if trajectory.stop != "error"]
     if finished and not any(math.isfinite(trajectory.reward) for trajectory in finished):
-        raise RewardError(
-            "reward",
-            f"wanted a finite number for at least one of {len(finished)} completions, got None, NaN, infinity "
-            "or an exception for each; look at the reward functions",
-        )
+        wanted = f"wanted a finite number for at least one of {len(finished)} completions, got None, NaN, infinity "
+        raise RewardError("reward", wanted + "or an exception for each; look at the reward functions")
     return groups
 
 
@@ -164,8 +158,8 @@ def _values(name: str, function: Function, flat: Sequence[Trajectory]) -> list[f
         return _numbers(name, returned, len(flat))
     alone = [_called(function, wanted, [one]) for one in flat] if len(flat) > 1 else [(None, error)]
     if all(raised is not None for _, raised in alone):
-        times = f"raised for each of {len(flat)} completions"
-        raise RewardError(f"reward {name!r} {times}", exception_line(error)) from error
+        where = f"reward {name!r} raised for each of {len(flat)} completions"
+        raise RewardError(where, exception_line(error)) from error
     return [_numbers(name, returned, 1)[0] if raised is None else math.nan for returned, raised in alone]
 
 
@@ -190,8 +184,7 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        message = "its parameters cannot be read; wrap it in a def"
-        raise RewardError(f"reward {name_of(function)!r}", message) from None
+        raise RewardError(f"reward {name_of(function)!r}", "its parameters cannot be read; wrap it in a def") from None
 
 
 def _argument(name: str, trajectory: Trajectory) -> Any:
@@ -200,8 +193,7 @@ def _argument(name: str, trajectory: Trajectory) -> Any:
     if name == "prompts":
         return prompt if isinstance(prompt, str) else [deepcopy(dict(message)) for message in prompt]
     if name == "completions":
-        text = trajectory.text
-        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        return trajectory.text if isinstance(prompt, str) else [{"role": "assistant", "content": trajectory.text}]
     value = trajectory.task.columns.get(name)
     return deepcopy(value) if isinstance(value, list | dict | set | tuple) else value
 

@@ -91,20 +91,16 @@ def _by_name(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
     if callable(functions):
         name = getattr(functions, "__name__", type(functions).__name__)
         raise ToolError("tools", f"wanted a list of functions, got a function; write Tools([{name}])")
-    found = {tool.name: tool for tool in map(tool_of, functions)}
-    if not found:
+    tools = [tool_of(function) for function in functions]
+    if not tools:
         raise ToolError("tools", "wanted at least one function, got none")
-    if len(found) < len(functions):
-        names = ", ".join(function.__name__ for function in functions)
-        raise ToolError("tools", f"wanted functions of different names, got {names}")
-    return found
+    if len({tool.name for tool in tools}) < len(tools):
+        raise ToolError("tools", f"wanted functions of different names, got {', '.join(tool.name for tool in tools)}")
+    return {tool.name: tool for tool in tools}
 
 
 class ToolEnvironment:
-    """An episode with tools.
-
-    tools: the schemas that the chat template is given; stop: the closing tag of a call.
-    """
+    """An episode with tools: `tools` are the schemas for the chat template, `stop` is the closing tag of a call."""
 
     special_tokens = True  # the marks of a call may be special tokens
 

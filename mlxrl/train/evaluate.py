@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxrl.policy.load import Policy
 from mlxrl.rewards import require_scores, rewards_of, score
-from mlxrl.rewards.scoring import Source
+from mlxrl.rewards.scoring import RewardLike
 from mlxrl.rollout.episodes import refuse_limits, rollout
 from mlxrl.rollout.play import Limits
 from mlxrl.rollout.sampling import key_of
@@ -47,7 +47,7 @@ class Evaluation:
 def evaluate(
     policy: Policy,
     tasks: Sequence[Task],
-    reward: Source = (),
+    reward: RewardLike = (),
     *,
     sampling: Sampling = Sampling(temperature=0.0),
     max_rows: int = 32,

@@ -18,7 +18,7 @@ from mlxrl.algo.probe import candidates_kept, uses_rewards
 from mlxrl.data import cycle
 from mlxrl.policy.load import Policy
 from mlxrl.rewards import Rewards, require_scores, rewards_of, score
-from mlxrl.rewards.scoring import Source
+from mlxrl.rewards.scoring import RewardLike
 from mlxrl.rollout.episodes import refuse_limits, rollout
 from mlxrl.rollout.play import Limits
 from mlxrl.rollout.prefill import context_of
@@ -95,7 +95,7 @@ def train(
     tasks: Sequence[Task],
     algo: Algorithm,
     *,
-    reward: Source = None,
+    reward: RewardLike = None,
     steps: int,
     tasks_per_step: int = 4,
     group_size: int = 8,
