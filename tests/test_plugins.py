@@ -1,4 +1,4 @@
-"""User code by name: where it is found, and that a file is one module, which the processes that it starts find too."""
+"""User code by name: where it is found, and that a file is one module, which processes find too."""
 
 import os
 import subprocess
@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import EXAMPLE
 
 from mlxrl import rewards
+from mlxrl.files import read_lines
 from mlxrl.plugins import PluginError, find, located
 
 ROOT = Path(__file__).parents[1]
@@ -201,3 +203,45 @@ def test_a_file_that_is_named_and_imported_exists_once(folder):
         seen = found["log"]()
         found["world"]()
         assert found["log"]() == seen + 1
+
+
+WORLD = """
+import multiprocessing
+import mlxrl as rl
+import counted
+
+class World:
+    def reset(self, task): return task.prompt
+    def step(self, reply):
+        counted.STEPS.append(reply)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return rl.Feedback(reward=sum(pool.map(counted.half, [1.0, 3.0])), done=True)
+"""
+
+COUNTED = """
+from concurrent.futures import ProcessPoolExecutor
+STEPS = []
+
+def half(value):
+    return value / 2
+
+def steps_so_far(completions, **_):
+    with ProcessPoolExecutor(1) as pool:
+        return list(pool.map(half, [len(STEPS)] * len(completions)))
+"""
+
+
+def test_a_run_whose_files_import_each_other_and_start_processes(folder):
+    """4 episodes, which earn 1/2 + 3/2 each; the reward function sees the 4 steps of the environment: 4/2 for each."""
+    (folder / "world.py").write_text(WORLD)
+    (folder / "counted.py").write_text(COUNTED)
+    (folder / "run.toml").write_text(
+        f'steps = 1\n[model]\nid = "{EXAMPLE}"\n[data]\ntrain = "{EXAMPLE}/train.jsonl"\nprompt = "question"\n'
+        '[reward]\nfunctions = ["counted.py:steps_so_far"]\n[environment]\nfactory = "world.py:World"\n'
+        '[rollout]\ntasks_per_step = 2\ngroup_size = 2\nmax_tokens = 4\n[run]\nfolder = "out"\n'
+    )
+    command = [sys.executable, "-m", "mlxrl", "train", "--config", "conf/run.toml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=folder.parent, env=environment, check=True, capture_output=True, timeout=120)
+    (metrics,) = read_lines(folder.parent / "out" / "metrics.jsonl")
+    assert metrics["reward/mean"] == 4.0
