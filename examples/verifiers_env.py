@@ -21,7 +21,7 @@ from mlxrl.types import Feedback, Task
 
 
 class Nobody(Client):
-    """The model is sampled elsewhere: nothing is ever asked."""
+    """The model is sampled elsewhere: nothing is ever requested."""
 
     def __init__(self):
         pass
@@ -60,7 +60,7 @@ class Verifiers:
         threading.Thread(target=self.loop.run_forever, daemon=True, name="verifiers").start()
 
     def tasks(self, count=-1, evaluation=False):
-        """The rows of the environment's data set, as tasks."""
+        """The examples of the environment's data set, as tasks."""
         made = self.environment.get_eval_dataset(count) if evaluation else self.environment.get_dataset(count)
         return [Task(_prompt(row), {"row": dict(row)}) for row in made]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +12,6 @@ from mlxrl.rollout.episodes import rollout
 from mlxrl.settings import Sampling
 from mlxrl.types import Feedback, Task
 from models import dense
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ FOREIGN = {
     "settings": {"msgspec"},
     "types": {"mlx.core"},
     "algo": {"mlx.core", "numpy"},
+    "tools": {"msgspec", "transformers"},
 }
 """What the lowest parts may import from outside the standard library."""
 
