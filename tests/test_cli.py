@@ -18,9 +18,8 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxrl.cli import main
 from mlxrl.files import read_lines
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import load
-from mlxrl.settings import Sampling
+from mlxrl.policy.policy import load
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.train import loop
 from mlxrl.train.evaluate import Evaluation
 from mlxrl.train.teacher import Teacher
