@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -150,3 +152,10 @@ def test_the_base_is_scored_bit_for_bit():
     with without_adapters(p), scoring(p):
         assert mx.array_equal(logprobs(p, batch).token_logprobs, base)
     assert mx.abs(base - adapted).max().item() > 1e-3
+
+
+def test_nothing_else_in_the_package_puts_a_model_in_training_or_swaps_a_class():
+    package = Path(modes.__file__).parents[1]
+    changes = re.compile(r"\.train\(\)|\.__class__ = (?!_Library)")
+    found = {path.relative_to(package) for path in package.rglob("*.py") if changes.search(path.read_text("utf-8"))}
+    assert {str(path) for path in found} == {"policy/modes.py", "policy/recompute.py", "policy/differentiate.py"}

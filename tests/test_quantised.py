@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from helpers import flat, made
+from helpers import flat, made, moved
 from mlx.utils import tree_flatten
 
 from mlxrl.algo.recipes import grpo
@@ -65,3 +65,20 @@ def test_recomputation_and_splitting_leave_the_gradient_of_a_quantised_base(make
     for name, value in wanted.items():
         assert mx.linalg.norm(value).item() > 0, name
         assert (mx.linalg.norm(split[name] - value) / mx.linalg.norm(value)).item() < 1e-5, name
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda base: base.get("mode", f"{base['bits']} bits"))
+@pytest.mark.parametrize("make", [dense, hybrid])
+def test_a_group_in_several_passes_has_the_gradient_of_one_in_half_precision(make, base):
+    """The prefix's caches are bfloat16, and so is their gradient: the two agree as well as bfloat16 can."""
+    p, algo = quantised(make, base), grpo()
+    moved(p)
+    group = [made([1.0, 0.0, 0.4, 0.2], seed=3)]
+    wanted = flat(gradient(p, pack(group, algo), algo)[1])
+    for recompute in (False, True):
+        batch = pack(group, algo, tokens_per_pass=95)
+        assert len(batch) > 1
+        got = flat(gradient(p, batch, algo, recompute=recompute)[1])
+        for name, value in wanted.items():
+            cosine = (got[name] * value).sum() / (mx.linalg.norm(got[name]) * mx.linalg.norm(value))
+            assert cosine.item() > 0.99, name

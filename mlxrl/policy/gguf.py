@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlxrl.errors import UserError, one_line
+from mlxrl.policy.differentiate import leaves
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -108,7 +108,7 @@ def save_folder(model: nn.Module, tokenizer: TokenizerWrapper, config: Mapping[s
     """
     from mlx_lm.utils import save_config, save_model
 
-    names = [name for name, _ in tree_flatten(model.parameters())]
+    names = [name for name, _ in leaves(model.parameters())]
     if adapter := next((name for name in names if name.endswith("lora_a")), None):
         raise GGUFError(str(folder), f"wanted a model without adapters, got {adapter}; save it before adding them")
     save_model(folder, model)
@@ -246,7 +246,7 @@ def _model(header: Header, config: dict[str, Any]) -> nn.Module:
     from mlx_lm.models.llama import Model, ModelArgs
 
     model = Model(ModelArgs.from_dict(config))
-    wanted = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    wanted = {name: array.shape for name, array in leaves(model.parameters())}
     shapes = {_renamed(header, name): shape for name, (shape, _) in header.tensors.items()}
     for name in [*wanted, *shapes]:
         if wanted.get(name) != shapes.get(name):

@@ -49,7 +49,6 @@ def adapt(model: nn.Module, lora: LoRA, seed: int = 0) -> None:
     config = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys}
     linear_to_lora_layers(model, len(layers_of(model)), config)
     _initialise(model, seed)
-    model.eval()
     assert_only_adapters(model)
 
 

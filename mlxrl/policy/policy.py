@@ -56,11 +56,11 @@ class Policy:
 
 def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: str = "", seed: int = 0) -> Policy:
     """Make a policy of an mlx-lm model that is already in memory; adapters are put on it in place."""
-    model.eval()
     if lora is None:
         model.freeze()
     else:
         adapters.adapt(model, lora, seed)
+    model.eval()
     return Policy(model, tokenizer, split(model), lora, shares_prefix(model), source)
 
 
