@@ -21,7 +21,7 @@ from mlxrl.policy.lora import layers_of
 
 @contextmanager
 def recomputed(model: Any) -> Generator[None]:
-    """Let every layer of a model forget its activations for the span of a block, and compute them again when needed."""
+    """Let every layer of a model keep its inputs alone for the span of a block, and run once more when needed."""
     layers = list(layers_of(model))
     classes = [type(layer) for layer in layers]
     try:
