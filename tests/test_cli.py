@@ -136,7 +136,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     (function,) = seen["train"].pop("reward")
     shape, judge = seen["train"].pop("shape"), seen["train"].pop("teacher")
     assert (policy.lora, len(rows), algorithm.arguments["kl"]) == (
-        LoRA(3, 1.5, 0.25, ("self_attn.q_proj",)),
+        LoRA(rank=3, scale=1.5, dropout=0.25, keys=("self_attn.q_proj",)),
         len(read_lines(EXAMPLE / "train.jsonl")),
         0.03,
     )

@@ -1,24 +1,25 @@
 """Functions with a gradient of our own, and how modules compute with arrays that travel as arguments.
 
-A training pass keeps less than autodiff would in three places: layers run again in the backward pass (`recompute.py`),
-so do chunks of the head's logits (`head.py`), and a prefix that several micro-batches share runs backward once for all
-of them (`train/units.py`). Two functions make all of that. `checkpointed` keeps the arguments alone, and runs its
-function once more for the backward pass. `precomputed` makes the gradient together with the value, where the value is
-a sum to be multiplied by its cotangent anyway, and keeps neither. Four properties of MLX decide how they are written:
+A training pass keeps less than autodiff would in three places: layers are recomputed in the backward pass
+(`recompute.py`), so are the logits of a chunk (`head.py`), and a prefix that several micro-batches share runs backward
+once for all of them (`train/units.py`). `checkpointed` keeps the arguments of a function, and runs it once more in the
+backward pass; the head does so chunk by chunk. `precomputed` makes the gradient together with the value, so that what
+both need is computed once and gone before the backward pass. Five properties of MLX decide how they are written:
 
 1. Only arguments have a gradient. Under `mx.custom_function` and `mx.checkpoint`, an array that a function closes over
    gets a gradient of zero, without an error. So whatever is trained, or depends on what is trained, is an argument:
    the trainable leaves of a module (`trainable`, put back by `bound`), and the arrays inside of arguments and KV caches
    (`flattened`). What a layer leaves in a cache is one of its results.
 2. `mx.vjp` of a function that returns one array twice drops the second cotangent. A layer that shares its keys with
-   later ones returns what it cached, so its gradient would be silently wrong: `distinct` makes two arrays of one.
-3. MLX evaluates what it can. The backward graph of `mx.checkpoint` depends on the arguments alone, so all layers could
-   run again first, and hold all that they make. Here the arguments depend on the cotangents: a layer runs again once
-   the gradient of its results is there. Its gradients depend on each other, because one that is not needed before the
-   end, as that of a weight, would keep what it is made of until then.
-4. For the same reason the chunks of the head depend each on the one before: independent ones would be evaluated side
-   by side. MLX's CPU stream besides takes in, and allocates for, `IN_FLIGHT` operations before the first has run;
-   `after` puts as many that do nothing between two chunks.
+   later ones returns what it cached, and its gradient would be wrong without an error: `distinct` makes two of one.
+3. MLX computes whatever it can. In the backward graph of `mx.checkpoint` the recomputation needs the arguments alone,
+   so that of all layers could run first, and their values exist together. Here the arguments depend on the cotangents:
+   a layer is recomputed once the gradient of its results is there. Its gradients depend on each other, because one
+   that nothing waits for, as that of a weight, would keep alive what it is made of until the end.
+4. For the same reason each chunk of the head depends on the one before. MLX's CPU stream besides accepts, and allocates
+   for, `IN_FLIGHT` operations before the first has run; `after` puts as many that do nothing between two chunks.
+5. A cotangent has the type of its array, or `astype` refuses it: the product of a float32 cotangent and a bfloat16
+   gradient is cast back.
 """
 
 from __future__ import annotations
