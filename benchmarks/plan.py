@@ -33,12 +33,11 @@ from mlxrl import config  # noqa: E402
 from mlxrl.algo.recipes import dr_grpo  # noqa: E402
 from mlxrl.cli.plan import Plan  # noqa: E402
 from mlxrl.config import tables  # noqa: E402
-from mlxrl.policy.adapters import LoRA  # noqa: E402
 from mlxrl.policy.files import Files  # noqa: E402
-from mlxrl.policy.load import policy  # noqa: E402
+from mlxrl.policy.policy import as_policy  # noqa: E402
 from mlxrl.policy.shapes import model_of  # noqa: E402
 from mlxrl.rollout.episodes import rollout  # noqa: E402
-from mlxrl.settings import Sampling  # noqa: E402
+from mlxrl.settings import LoRA, Sampling  # noqa: E402
 from mlxrl.train.pack import pack  # noqa: E402
 from mlxrl.train.step import update  # noqa: E402
 from mlxrl.types import Group, Task, Trajectory, Turn  # noqa: E402
@@ -146,7 +145,7 @@ def update_peak(model: Any, plan: Plan, shape: dict[str, Any]) -> int:
     """The peak of the second of two updates."""
     train = plan.settings.train
     subject, optimizer, algo = (
-        policy(model, tokenizer(), lora=LoRA(plan.settings.lora.rank)),
+        as_policy(model, tokenizer(), lora=LoRA(rank=plan.settings.lora.rank)),
         optim.AdamW(1e-5),
         dr_grpo(),
     )
@@ -163,7 +162,7 @@ def update_peak(model: Any, plan: Plan, shape: dict[str, Any]) -> int:
 
 def rollout_peak(model: Any, plan: Plan, shape: dict[str, Any]) -> int:
     """The peak of a rollout in which no row stops early."""
-    subject = policy(model, tokenizer(), lora=LoRA(plan.settings.lora.rank))
+    subject = as_policy(model, tokenizer(), lora=LoRA(rank=plan.settings.lora.rank))
     letters, most = np.random.default_rng(0), shape["completion"]
     tasks = [Task("".join(map(chr, letters.integers(97, 123, shape["prompt"] - 4)))) for _ in range(shape["tasks"])]
     options: dict[str, Any] = {"group_size": shape["group"], "max_rows": plan.settings.rollout.max_rows}

@@ -40,9 +40,8 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.models.gated_delta import gated_delta_ops  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
 
-from mlxrl.policy.adapters import LoRA  # noqa: E402
 from mlxrl.policy.gated_delta import gated_delta  # noqa: E402
-from mlxrl.policy.load import Policy, load, policy  # noqa: E402
+from mlxrl.policy.policy import Policy, as_policy, load  # noqa: E402
 from mlxrl.rollout.decode import Loop, decode  # noqa: E402
 from mlxrl.rollout.engine import Subject  # noqa: E402
 from mlxrl.rollout.episodes import row_keys  # noqa: E402
@@ -51,6 +50,7 @@ from mlxrl.rollout.prefill import prefill  # noqa: E402
 from mlxrl.rollout.row import Request  # noqa: E402
 from mlxrl.rollout.rules import Rules, draw  # noqa: E402
 from mlxrl.rollout.sampling import key_of  # noqa: E402
+from mlxrl.settings import LoRA  # noqa: E402
 from mlxrl.types import Sampling  # noqa: E402
 from models import dense, hybrid, tokenizer  # noqa: E402
 
@@ -348,11 +348,11 @@ def cases(model: str | None, names: list[str], repeats: int, tokens: int) -> dic
     short = [tuple(range(20, 20 + n)) for n in (12, 9, 15, 7)]
     for name, maker, attempts in (("b", dense, 8), ("d", hybrid, 4)):
         if name in names:
-            work = Work(policy(maker(), tokenizer(), lora=LoRA()), short, attempts, [64] * (4 * attempts))
+            work = Work(as_policy(maker(), tokenizer(), lora=LoRA()), short, attempts, [64] * (4 * attempts))
             made[name] = interleaved(work, ("mlxrl", "prefilled"), 3 * repeats)
             made[name] |= {"forwards": forwards(work), "step": step_costs(work)}
     if "d" in names:
-        subject = policy(hybrid(), tokenizer(), lora=LoRA())
+        subject = as_policy(hybrid(), tokenizer(), lora=LoRA())
         made["d"]["prefill"] = hybrid_prefill(subject, 256, repeats)
     return made
 

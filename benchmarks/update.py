@@ -25,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,12 @@ from mlx_lm.models import qwen3_5  # noqa: E402
 from mlx_lm.models.gated_delta import gated_delta_ops  # noqa: E402
 
 from mlxrl.algo.recipes import dr_grpo  # noqa: E402
-from mlxrl.policy.adapters import LoRA  # noqa: E402
 from mlxrl.policy.gated_delta import gated_delta  # noqa: E402
 from mlxrl.policy.head import Head, score  # noqa: E402
-from mlxrl.policy.load import Policy, load, policy  # noqa: E402
-from mlxrl.policy.logprobs import logprobs, training  # noqa: E402
-from mlxrl.policy.recompute import recomputed  # noqa: E402
-from mlxrl.settings import Sampling  # noqa: E402
+from mlxrl.policy.logprobs import logprobs  # noqa: E402
+from mlxrl.policy.modes import training  # noqa: E402
+from mlxrl.policy.policy import Policy, as_policy, load  # noqa: E402
+from mlxrl.settings import LoRA, Sampling  # noqa: E402
 from mlxrl.train.loop import train  # noqa: E402
 from mlxrl.train.pack import pack  # noqa: E402
 from mlxrl.train.step import gradient  # noqa: E402
@@ -250,7 +248,7 @@ def depth_case() -> dict[str, Any]:
     out: dict[str, Any] = {"by tokens, 8 layers": [], "by layers, 512 tokens": []}
     for layers, rows in [(8, r) for r in (4, 8, 16, 32)] + [(n, 8) for n in (2, 4, 8, 16, 28)]:
         model = dense(num_hidden_layers=layers, hidden_size=256, intermediate_size=768, head_dim=64)
-        subject = policy(model, tokenizer(), lora=LoRA())
+        subject = as_policy(model, tokenizer(), lora=LoRA())
         peaks = {name: _peak_of_rows(subject, 64, rows, name == "recomputed") for name in ("plain", "recomputed")}
         where = "by tokens, 8 layers" if len(out["by tokens, 8 layers"]) < 4 else "by layers, 512 tokens"
         out[where].append({"layers": layers, "tokens": 64 * rows, **peaks})
@@ -264,7 +262,7 @@ def _peak_of_rows(subject: Policy, tokens: int, rows: int, recompute: bool, weig
     batch = MicroBatch(mx.array([], mx.int32), mx.array(draw, mx.int32), mask, ones, ones)
 
     def way() -> Any:
-        with training(subject.model), recomputed(subject.model) if recompute else nullcontext():
+        with training(subject, recompute):
             return nn.value_and_grad(subject.model, lambda: weight * logprobs(subject, batch).token_logprobs.sum())()
 
     return int(cost(way)["extra"])
@@ -274,7 +272,7 @@ def long_case(lengths: Sequence[int] = (2048, 4096, 8192, 16_384)) -> list[dict[
     """One row, all but its first token trained on. One head of attention: outside of Metal each holds T^2 numbers."""
     out: list[dict[str, Any]] = []
     for name, make in (("dense", _small_dense), ("hybrid", _small_hybrid)):
-        subject = policy(make(), tokenizer(), lora=LoRA())
+        subject = as_policy(make(), tokenizer(), lora=LoRA())
         for tokens in lengths:
             since = time.process_time()
             extra = _peak_of_rows(subject, tokens, 1, True)

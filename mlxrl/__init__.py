@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from mlxrl import algo, rewards
     from mlxrl.algo.recipes import dapo, dr_grpo, grpo, gspo, opd, rloo
     from mlxrl.data import cycle, tasks
-    from mlxrl.policy.adapters import LoRA, without_adapters
-    from mlxrl.policy.load import Policy, load
     from mlxrl.policy.logprobs import logprobs
+    from mlxrl.policy.lora import without_adapters
+    from mlxrl.policy.policy import Policy, load
     from mlxrl.rewards import score
     from mlxrl.rollout.episodes import rollout
-    from mlxrl.settings import Sampling
+    from mlxrl.settings import LoRA, Sampling
     from mlxrl.train.evaluate import compare, evaluate
     from mlxrl.train.loop import Step, train
     from mlxrl.train.pack import pack
@@ -64,16 +64,16 @@ __all__ = [
 _HOMES = {
     "mlxrl.algo.recipes": ("dapo", "dr_grpo", "grpo", "gspo", "opd", "rloo"),
     "mlxrl.data": ("cycle", "tasks"),
-    "mlxrl.policy.adapters": ("LoRA", "without_adapters"),
-    "mlxrl.policy.load": ("Policy", "load"),
     "mlxrl.policy.logprobs": ("logprobs",),
+    "mlxrl.policy.lora": ("without_adapters",),
+    "mlxrl.policy.policy": ("Policy", "load"),
     "mlxrl.rewards": ("score",),
     "mlxrl.rollout.episodes": ("rollout",),
     "mlxrl.train.evaluate": ("compare", "evaluate"),
     "mlxrl.train.loop": ("Step", "train"),
     "mlxrl.train.pack": ("pack",),
     "mlxrl.train.step": ("update",),
-    "mlxrl.settings": ("Sampling",),
+    "mlxrl.settings": ("LoRA", "Sampling"),
     "mlxrl.types": ("Algorithm", "Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
 }
 

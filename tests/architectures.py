@@ -8,8 +8,8 @@ import mlx.core as mx
 from helpers import moved
 from mlx_lm.models import falcon_h1, gpt_oss, kimi_linear, mamba2, nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import Policy, policy
+from mlxrl.policy.policy import Policy, as_policy
+from mlxrl.settings import LoRA
 from models import moe, ready, tokenizer
 
 SIZES = {
@@ -99,7 +99,7 @@ EVERY = [*GATED, moe, windowed_moe, parallel_mamba, pure_mamba, mamba_hybrid]
 
 def a_policy(make: Any, move: bool = True) -> Policy:
     mx.random.seed(0)
-    p = policy(ready(make()), tokenizer(), lora=LoRA(rank=4))
+    p = as_policy(ready(make()), tokenizer(), lora=LoRA(rank=4))
     if move:
         moved(p.model)
     return p

@@ -11,14 +11,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import Policy, policy
+from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.rollout.episodes import row_keys
 from mlxrl.rollout.render import render
 from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
 from mlxrl.rollout.sampling import key_of
-from mlxrl.settings import Sampling
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.types import (
     Batch,
     Group,
@@ -81,8 +80,32 @@ def made(rewards: list[float], *, prompt: int = 90, seed: int = 0, lengths: list
     return tuple(Trajectory(Task("x"), (turn,), r, sampling=sampling) for turn, r in zip(turns, rewards, strict=True))
 
 
+def model_folder(path: Path) -> Path:
+    """A tiny model on disk, as mlx-lm saves one."""
+    from mlx_lm.utils import save_config, save_model
+
+    model = dense()
+    save_model(path, model)
+    save_config({**vars(model.args), "eos_token_id": 2}, path / "config.json")
+    tokenizer()._tokenizer.save_pretrained(path)
+    return path
+
+
+def calls(monkeypatch, module: Any, name: str) -> list[tuple[Any, ...]]:
+    """The positional arguments of every call of a module's function from now on."""
+    found: list[tuple[Any, ...]] = []
+    own = getattr(module, name)
+
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        found.append(arguments)
+        return own(*arguments, **named)
+
+    monkeypatch.setattr(module, name, recorded)
+    return found
+
+
 def a_policy(make=dense, move: bool = True, **settings: Any) -> Policy:
-    p = policy(make(), tokenizer(), lora=LoRA(rank=4, **settings))
+    p = as_policy(make(), tokenizer(), lora=LoRA(rank=4, **settings))
     if move:
         moved(p.model)
     return p

@@ -1,27 +1,30 @@
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers import assert_same_gradient, minibatch, moved
+from helpers import assert_same_gradient, calls, minibatch, moved
 from mlx_lm.models import activations as theirs
 from mlx_lm.models import qwen3, switch_layers
 
 from mlxrl.policy import activations as ours
-from mlxrl.policy.activations import activations, gated, gated_by, lean
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import policy
-from mlxrl.policy.logprobs import logprobs, training
+from mlxrl.policy.activations import memory_efficient, swiglu, swiglu_keeping
+from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.modes import training
+from mlxrl.policy.policy import as_policy
+from mlxrl.settings import LoRA
 from models import dense, hybrid, moe, tokenizer
 
 
 def variant(keeping: bool):
-    return lambda gate, up: gated_by(keeping)(gate, up)[0]
+    return lambda gate, up: swiglu_keeping(keeping)(gate, up)[0]
 
 
 @pytest.mark.parametrize("keeping", [True, False])
-def test_slopes_worked_out_by_hand(keeping):
+def test_gradients_worked_out_by_hand(keeping):
     """gate ln 3: s = 3/4, silu = 0.823959; d/d gate = up s (1 + gate (1 - s)) = 2 * 0.75 * 1.274653 = 1.911980."""
     gate, up = mx.array([np.log(3)], mx.float32), mx.array([2.0])
     value, (by_gate, by_up) = mx.value_and_grad(lambda a, b: variant(keeping)(a, b).sum(), argnums=(0, 1))(gate, up)
@@ -32,7 +35,7 @@ def test_slopes_worked_out_by_hand(keeping):
 
 @pytest.mark.parametrize("keeping", [True, False])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_values_are_those_of_mlx_lm_bit_for_bit_and_slopes_to_rounding(dtype, keeping):
+def test_values_are_those_of_mlx_lm_bit_for_bit_and_gradients_to_rounding(dtype, keeping):
     gated = variant(keeping)
     keys = mx.random.split(mx.random.key(0), 3)
     gate, up, weigh = ((4 * mx.random.normal((50, 30), key=key)).astype(dtype) for key in keys)
@@ -48,34 +51,42 @@ def test_values_are_those_of_mlx_lm_bit_for_bit_and_slopes_to_rounding(dtype, ke
 
 
 @pytest.mark.parametrize(("make", "user"), [(dense, qwen3), (moe, switch_layers)])
-def test_installed_where_a_model_uses_it_and_restored(make, user):
+def test_installed_where_a_model_uses_it_and_restored_in_any_order(make, user, monkeypatch):
     model = make()
-    with lean(model):
-        assert user.swiglu is gated
-        before = activations()
-        mx.eval(model(mx.array([[1, 2, 3]])))
-        assert activations() == before + 2
-        with lean(model):
-            assert user.swiglu is gated
-        assert user.swiglu is gated
+    with memory_efficient(model):
+        assert user.swiglu is swiglu
+        with memory_efficient(model):
+            assert user.swiglu is swiglu
+        assert user.swiglu is swiglu
     assert user.swiglu is theirs.swiglu
-    with pytest.raises(RuntimeError), lean(model):
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(memory_efficient(model))
+    second.enter_context(memory_efficient(model))
+    first.close()
+    assert user.swiglu is swiglu
+    second.close()
+    assert user.swiglu is theirs.swiglu
+    with pytest.raises(RuntimeError), memory_efficient(model):
         raise RuntimeError
     assert user.swiglu is theirs.swiglu
+    used = calls(monkeypatch, ours, "swiglu")
+    with memory_efficient(model):
+        mx.eval(model(mx.array([[1, 2, 3]])))
+    assert len(used) == 2
 
 
 @pytest.mark.parametrize("make", [dense, hybrid, moe])
 def test_training_passes_use_it_with_the_gradient_of_autodiff(make, monkeypatch):
-    p = policy(make(), tokenizer(), lora=LoRA())
+    p = as_policy(make(), tokenizer(), lora=LoRA())
     moved(p.model)
     batch = minibatch(5)
     weigh = mx.random.normal(batch.tokens.shape, key=mx.random.key(3)) * batch.mask
-    before = activations()
-    with training(p.model):
+    used = calls(monkeypatch, ours, "swiglu")
+    with training(p):
         got = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).token_logprobs * weigh).sum())()
-    assert activations() == before + 2 * len(p.model.layers)
-    monkeypatch.setattr(ours, "gated", theirs.swiglu)
-    with training(p.model):
+    assert len(used) == 2 * len(p.model.layers)
+    monkeypatch.setattr(ours, "swiglu", theirs.swiglu)
+    with training(p):
         wanted = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).token_logprobs * weigh).sum())()
     assert got[0].item() == wanted[0].item()
     assert_same_gradient(got[1], wanted[1], 1e-5)

@@ -18,9 +18,8 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxrl.cli import main
 from mlxrl.files import read_lines
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import load
-from mlxrl.settings import Sampling
+from mlxrl.policy.policy import load
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.train import loop
 from mlxrl.train.evaluate import Evaluation
 from mlxrl.train.teacher import Teacher
@@ -138,7 +137,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert ([one.__name__ for one in rewards.functions], rewards.weights) == (["judge"], (0.5,))
     shape, judge = seen["train"].pop("shape"), seen["train"].pop("teacher")
     assert (policy.lora, len(rows), algorithm.arguments["kl"]) == (
-        LoRA(3, 1.5, 0.25, ("self_attn.q_proj",)),
+        LoRA(rank=3, scale=1.5, dropout=0.25, keys=("self_attn.q_proj",)),
         len(read_lines(EXAMPLE / "train.jsonl")),
         0.03,
     )

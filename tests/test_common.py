@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import alone
 
-from mlxrl.policy.load import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.common import WORTH, beginning
 from mlxrl.rollout.decode import Loop
 from mlxrl.rollout.row import Request
@@ -32,7 +32,7 @@ def test_the_beginning_leaves_a_token_of_every_prompt():
 @pytest.mark.parametrize("chunk", [8, 2048])
 @pytest.mark.parametrize("make", [dense, hybrid, moe])
 def test_rows_are_those_of_each_alone_and_the_beginning_is_read_once(make, chunk):
-    p = policy(make(), tokenizer(), lora=None)
+    p = as_policy(make(), tokenizer(), lora=None)
     wanted = [alone(p.model, prompt, 5) for prompt in PROMPTS]
     read = []
     trunk = p.head.trunk

@@ -17,11 +17,12 @@ from helpers import a_policy, made
 
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy import logprobs as module
-from mlxrl.policy.load import Policy
+from mlxrl.policy.policy import Policy
 from mlxrl.settings import Sampling
 from mlxrl.train.loop import train
 from mlxrl.train.pack import pack
 from mlxrl.train.step import update
+from mlxrl.train.units import units
 from mlxrl.types import Batch, Task
 from models import dense
 
@@ -51,8 +52,9 @@ def counted(monkeypatch) -> tuple[Policy, list[int], list[int]]:
 
 def least(batch: Batch) -> int:
     """Tokens of one pass over a batch, its padding included."""
-    prefixes = {id(m.prefix): m.prefix.size for m in batch}
-    return sum(prefixes.values()) + sum(m.tokens.shape[0] * (m.tokens.shape[1] - 1) for m in batch)
+    return sum(unit[0].prefix.size for unit in units(batch.micro_batches)) + sum(
+        m.tokens.shape[0] * (m.tokens.shape[1] - 1) for m in batch
+    )
 
 
 @pytest.mark.parametrize(("kl", "passes"), [(0.0, 1), (0.1, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -15,11 +16,11 @@ from helpers import HINT, a_policy, assert_same_gradient, flat, length, made, mo
 from mlxrl import algo
 from mlxrl.algo import distill, distributions
 from mlxrl.policy import head
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import Policy, policy
 from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.lora import without_adapters
+from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.rollout.render import render
-from mlxrl.settings import Sampling
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.train.loop import train
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient, update
@@ -46,7 +47,7 @@ def recipe(**options: Any) -> Any:
 
 
 def a_teacher(seed: int = 1, **changes: Any) -> Policy:
-    return policy(dense(seed, **changes), tokenizer(), lora=None)
+    return as_policy(dense(seed, **changes), tokenizer(), lora=None)
 
 
 def whole(p: Policy, prompt: tuple[int, ...], action: tuple[int, ...]) -> mx.array:
@@ -73,7 +74,7 @@ def test_the_teacher_is_forced_on_the_same_tokens_under_its_own_prompt(size):
         judge = teacher_of(p, algo.opd(), given, hint)
         assert judge is not None
         filled = fill(p, batch, frozenset({"teacher", "reference"} if given == "base" else {"teacher"}), teacher=judge)
-        with judge.seated():
+        with without_adapters(p) if given == "base" else nullcontext():
             for row, got in rows(filled, "teacher_logprobs").items():
                 action = groups[0][row].turns[0].tokens
                 wanted = distributions.gather(whole(judge.policy, prompts[hint], action), mx.array(action))
@@ -172,7 +173,7 @@ def test_candidates_and_old_logprobs_survive_several_updates():
     assert mx.array_equal(m.old_logprobs, logprobs(p, m).token_logprobs)
     first = gradient(p, batch, algorithm, Teacher(other))
     update(p, optim.SGD(1.0), batch, algorithm, teacher=other, max_grad_norm=1e9)
-    again = logprobs(p, m, candidates=m.top_ids).token_logprobs
+    again = logprobs(p, m, top_ids=m.top_ids).top_logprobs
     assert mx.abs(again - m.old_top_logprobs).max().item() > 0.01
     # The weights and gaps are those at sampling time: l = sum_k max(-A r, -A clip r) with r of now over then.
     wanted = distill.surrogate(again, m.teacher_top_logprobs, (0.2, 0.2), None, (-20.0, 20.0), m.old_top_logprobs)[0]
@@ -203,7 +204,7 @@ def test_a_reward_is_mixed_in_by_its_weight():
 def test_no_more_than_a_chunk_of_logits_exists(term, monkeypatch):
     """4 rows of 16 tokens over 40,960 words: all logits are 10 MB, of the teacher and of the student."""
     wide = {"vocab_size": 40960, "tie_word_embeddings": True}
-    p = policy(dense(**wide), tokenizer(), lora=LoRA(rank=4))
+    p = as_policy(dense(**wide), tokenizer(), lora=LoRA(rank=4))
     moved(p.model)
     other, algorithm = a_teacher(**wide), recipe(teacher_term=term)
     batch = pack([made([0.0, 1.0, 2.0, 3.0], prompt=4, lengths=[16] * 4)], algorithm)
@@ -218,7 +219,7 @@ def test_no_more_than_a_chunk_of_logits_exists(term, monkeypatch):
 
 
 def test_vocabularies_are_compared():
-    odd = policy(dense(1), tokenizer(), lora=None)
+    odd = as_policy(dense(1), tokenizer(), lora=None)
     core = odd.tokenizer._tokenizer
     core.add_tokens(["more"])  # one token more than the student has is no fault
     assert teacher_of(a_policy(), algo.opd(), odd) is not None
@@ -228,7 +229,9 @@ def test_vocabularies_are_compared():
     swapped = {**vocabulary, first: 21, second: 20}
     other._tokenizer.get_vocab = lambda: swapped
     with pytest.raises(ValueError, match=rf"token 20 is '{first}' for the student and '{second}' for the teacher"):
-        update(a_policy(), optim.SGD(0.1), a_batch(algo.opd()), algo.opd(), teacher=policy(dense(1), other, lora=None))
+        update(
+            a_policy(), optim.SGD(0.1), a_batch(algo.opd()), algo.opd(), teacher=as_policy(dense(1), other, lora=None)
+        )
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_the_log_probs_are_those_of_the_tokens_after_what_stands_before_them() -
     p, group = a_policy(), episodes([1.0, 0.0])
     a = with_echo(algo.grpo(), 0.1)
     for m in pack([group], a):
-        found = logprobs(p, m, observed=True)
+        found = logprobs(p, m, observations=True)
         assert found.observation_logprobs is not None
         asked = logprobs(p, dataclasses.replace(m, mask=m.observation_mask)).token_logprobs
         assert mx.array_equal(found.observation_logprobs, asked)

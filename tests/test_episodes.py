@@ -21,9 +21,8 @@ from mlx.utils import tree_flatten
 from mlxrl import algo
 from mlxrl.cli import main
 from mlxrl.files import read_lines
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import policy
 from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.policy import as_policy
 from mlxrl.rewards import score
 from mlxrl.rollout import play
 from mlxrl.rollout.engine import Subject
@@ -32,11 +31,11 @@ from mlxrl.rollout.pool import Pool
 from mlxrl.rollout.render import PromptError, render
 from mlxrl.rollout.turns import Chat, go_on, open_chat
 from mlxrl.rollout.worlds import Copying, EpisodeError, fault_of
-from mlxrl.settings import Reward, Sampling
+from mlxrl.settings import LoRA, Reward, Sampling
 from mlxrl.show.row import row as shown
 from mlxrl.train.evaluate import evaluate
 from mlxrl.train.loop import Step, train
-from mlxrl.train.pack import minibatch, pack, rows_of, with_prompt
+from mlxrl.train.pack import micro_batch, pack, rows_of, with_prompt
 from mlxrl.train.step import gradient
 from mlxrl.types import Feedback, Task
 from models import TEMPLATE, dense, hybrid, moe, tokenizer
@@ -62,7 +61,7 @@ def words(template=NEWLINE, eos=("<end>",), more=0):
 
 
 def a_policy(make=dense, template=NEWLINE, more=30, **changes):
-    p = policy(make(**changes), words(template, more=more), lora=LoRA())
+    p = as_policy(make(**changes), words(template, more=more), lora=LoRA())
     moved(p)
     return p
 
@@ -178,7 +177,7 @@ def test_tokens_and_log_probs_are_those_of_a_fresh_forward(make, template):
             own = mx.argmax(p.model(mx.array(row.tokens[None]))[0], axis=-1)
             places = np.flatnonzero(row.mask)
             assert np.array(own)[places - 1].tolist() == row.tokens[places].tolist()
-            found = np.array(logprobs(p, minibatch([row])).token_logprobs)[0]
+            found = np.array(logprobs(p, micro_batch([row])).token_logprobs)[0]
             assert np.allclose(found[places], row.rollout[places], atol=1e-4)
     assert {len(one.turns) for one in flat(groups)} == {1, 3, 4}
     lasts = {turn.tokens[-1] in p.tokenizer.eos_token_ids for one in flat(groups) for turn in one.turns}

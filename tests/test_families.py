@@ -13,7 +13,7 @@ import pytest
 from families import FAMILIES, family, table
 from helpers import RAGGED, alone, requests
 
-from mlxrl.policy.load import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.decode import Loop, decode
 from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
@@ -31,7 +31,7 @@ RULES = Rules(Sampling(max_tokens=8, temperature=0.0))
 @pytest.mark.filterwarnings("ignore:.*(output head|batched)")
 def test_greedy_batch_equals_greedy_alone(name):
     """Ragged, chunked by 2, 3 and whole, and with a row that joins two under way; then gone on with, ragged again."""
-    p = policy(family(name), tokenizer(), lora=None)
+    p = as_policy(family(name), tokenizer(), lora=None)
     wanted = [alone(p.model, prompt, limit) for prompt, limit in zip(RAGGED, LIMITS, strict=True)]
     for chunk, rows in ((2, 3), (3, 4), (2048, 3)):
         got = decode(
@@ -101,7 +101,7 @@ class Unmasked:
 def test_a_model_that_cannot_be_batched_is_found_out_and_served_otherwise(sees_own, service, words):
     model = dense()
     wanted = [alone(model, prompt, 8) for prompt in [*RAGGED, *RAGGED]]
-    p = policy(Blind(model, sees_own), tokenizer(), lora=None)
+    p = as_policy(Blind(model, sees_own), tokenizer(), lora=None)
     with pytest.warns(UserWarning, match=words):
         got = decode(p.model, p.head, requests([*RAGGED, *RAGGED]), RULES)
     assert [row.ids for row in got] == wanted

@@ -12,15 +12,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers import by_hand, minibatch, moved
+from helpers import by_hand, calls, minibatch, moved
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta as module
 
 from mlxrl.policy import gated_delta as ours
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.gated_delta import chunked, engaged, gated_delta
-from mlxrl.policy.load import policy
-from mlxrl.policy.logprobs import logprobs, training
+from mlxrl.policy.gated_delta import by_chunks, by_kernel, chunked, gated_delta, kernel_agrees
+from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.modes import training
+from mlxrl.policy.policy import as_policy
+from mlxrl.settings import LoRA
 from models import hybrid, tokenizer
 
 ORACLES = Path(os.environ.get("MLXRL_ORACLES", Path(__file__).parent / "oracles"))
@@ -162,25 +163,23 @@ def test_half_precision_goes_in_and_out_and_the_state_stays_float32():
 def test_the_path_of_mlx_own_kernel_equals_the_chunks():
     """Outside Metal the kernel is a loop, but states travel between its calls all the same."""
     arguments = drawn(130)
-    assert_close(results(lambda *a: ours._by_kernel(*a[:6]), arguments), results(gated_delta, arguments))
+    assert_close(results(lambda *a: by_kernel(*a[:6]), arguments), results(gated_delta, arguments))
 
 
 def test_mlx_own_kernel_is_taken_only_where_the_graph_shows_it(monkeypatch):
-    ours._fused.cache_clear()
-    assert not ours._fused(2, 8, 4, 8)  # not a GPU
-    ours._fused.cache_clear()
+    def agrees() -> bool:
+        kernel_agrees.cache_clear()
+        return kernel_agrees(2, 8, 4, 8)
+
+    assert not agrees()  # not a GPU
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert not ours._fused(2, 8, 4, 8)  # a loop, as the graph shows
-    ours._fused.cache_clear()
-    monkeypatch.setattr(ours, "_graph", lambda arrays: "GatedDeltaUpdateVJP")
-    assert ours._fused(2, 8, 4, 8)  # agrees with the chunks
-    ours._fused.cache_clear()
-    monkeypatch.setattr(
-        ours, "_by_kernel", lambda q, k, v, g, beta, state: ours._by_chunks(q, k, v, g, beta / 2, state)
-    )
-    assert not ours._fused(2, 8, 4, 8)  # does not agree
-    ours._fused.cache_clear()
+    assert not agrees()  # a loop, as the graph shows
+    monkeypatch.setattr(mx, "export_to_dot", lambda text, *arrays: text.write("GatedDeltaUpdateVJP"))
+    assert agrees()
+    monkeypatch.setattr(ours, "by_kernel", lambda q, k, v, g, beta, state: by_chunks(q, k, v, g, beta / 2, state))
+    assert not agrees()
+    kernel_agrees.cache_clear()
 
 
 def test_installed_for_a_block_and_restored_in_any_order():
@@ -204,24 +203,24 @@ def test_installed_for_a_block_and_restored_in_any_order():
     assert y.shape == (1, 3, 4, 8)
 
 
-def test_training_passes_use_it_and_nothing_else_does():
-    p, batch = policy(hybrid(), tokenizer(), lora=LoRA()), minibatch(5)
-    before = engaged()
+def test_training_passes_use_it_and_nothing_else_does(monkeypatch):
+    p, batch = as_policy(hybrid(), tokenizer(), lora=LoRA()), minibatch(5)
+    used = calls(monkeypatch, ours, "gated_delta")
     mx.eval(p.model(mx.array([[1, 2, 3]])))
-    assert engaged() == before
-    with training(p.model):
+    assert len(used) == 0
+    with training(p):
         mx.eval(logprobs(p, batch).token_logprobs)
-    assert engaged() == before + 4  # two linear layers, for the prefix and for the rows
+    assert len(used) == 4  # two linear layers, for the prefix and for the rows
     assert module.gated_delta_ops is loop
 
 
 @pytest.mark.parametrize(("prefix", "tokens"), [(5, 7), (70, 66)])
 def test_gradients_through_the_shared_prefix_equal_those_of_the_loop(prefix, tokens):
-    p = policy(hybrid(), tokenizer(), lora=LoRA())
+    p = as_policy(hybrid(), tokenizer(), lora=LoRA())
     moved(p.model)
     batch = minibatch(prefix, tokens)
     weight = mx.random.normal(batch.tokens.shape, key=mx.random.key(3)) * batch.mask
-    with training(p.model):
+    with training(p):
         got = nn.value_and_grad(p.model, lambda: (logprobs(p, batch).token_logprobs * weight).sum())()
     p.model.train()
     wanted = nn.value_and_grad(p.model, lambda: (by_hand(p.model, batch) * weight).sum())()

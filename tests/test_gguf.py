@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -239,6 +240,20 @@ def test_saved_folder_is_the_same_model_to_mlx_lm(file: Path, tmp_path: Path) ->
     assert json.loads((folder / "config.json").read_text())["rope_traditional"] is False
 
 
+@pytest.mark.parametrize("dtype", ["float32", "packed"])
+def test_the_example_writes_a_folder(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = packed(tmp_path / "model.gguf"), tmp_path / "folder"
+    example = str(Path(__file__).parent.parent / "examples" / "convert_gguf.py")
+    monkeypatch.setattr("sys.argv", ["convert_gguf.py", str(path), str(folder), "--dtype", dtype])
+    runpy.run_path(example, run_name="__main__")
+    loaded, *_ = mlx_lm.load(str(folder))
+    tokens = mx.array([[5, 80, 17, 200, 9]])
+    assert mx.allclose(loaded(tokens).astype(mx.float32), gguf.read(path)[0](tokens), atol=1e-4)
+    monkeypatch.setattr("sys.argv", ["convert_gguf.py", str(tmp_path / "none.gguf"), str(folder)])
+    with pytest.raises(SystemExit, match=r"none\.gguf: no such file"):
+        runpy.run_path(example, run_name="__main__")
+
+
 def test_a_model_with_adapters_is_not_saved_as_a_base(file: Path, tmp_path: Path) -> None:
     model, tokenizer, config = gguf.read(file)
     linear_to_lora_layers(model, 1, {"rank": 2, "scale": 1.0, "dropout": 0.0})
@@ -294,6 +309,17 @@ def test_a_file_without_chat_template_has_none(tmp_path: Path) -> None:
     assert not tokenizer.has_chat_template
 
 
+def test_the_header_alone_says_how_large_a_file_is(file: Path, tmp_path: Path) -> None:
+    """What `plan` reads."""
+    header = gguf.header(file)
+    assert header.tensors["token_embd.weight"] == ((len(TOKENS), 64), "F32")
+    assert gguf.config_of(header) == gguf.read(file)[2]
+    path = packed(tmp_path / "packed.gguf")
+    config = gguf.config_of(gguf.header(path), packed=True)
+    assert config == gguf.read(path, None)[2]
+    assert config["quantization"]["model.embed_tokens"] == {"group_size": 32, "bits": 8}
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_0", "BF16", "number 99"])
 def test_other_tensor_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     tensors = tensors_of(tiny())
@@ -347,7 +373,8 @@ def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
 def test_a_truncated_file_is_refused(part: float, file: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: max(5, int(part * (len(content) - 1)))])
-    assert "the file ends too early; it is incomplete" in refusal(file)
+    message = refusal(file)  # a header by us, tensors by MLX
+    assert "the file ends too early; it is incomplete" in message or "extends past the end of the file" in message
 
 
 def test_files_that_are_not_gguf_are_refused(tmp_path: Path) -> None:
@@ -364,7 +391,20 @@ def test_a_read_only_file_says_what_to_do(file: Path, monkeypatch: pytest.Monkey
     assert "read-only" in refusal(file)
 
 
+def test_damaged_headers_are_refused(file: Path) -> None:
+    content = file.read_bytes()
+    # After magic, version and two counts: the length of the first key, the key, and the number of its value's type.
+    kind = 24 + 8 + len("general.architecture")
+    for place, damage, said in ((24, b"\xff" * 8, "ends too early"), (kind, struct.pack("<I", 13), "unknown type 13")):
+        file.write_bytes(content[:place] + damage + content[place + len(damage) :])
+        assert said in refusal(file)
+
+
 def test_quantised_rows_must_be_whole_blocks(tmp_path: Path) -> None:
-    tensors = tensors_of(tiny()) | {"blk.0.ffn_up.weight": ("Q8_0", (64, 48), bytes(34 * 96))}
-    message = refusal(write(tmp_path / "model.gguf", METADATA, tensors))
-    assert "blk.0.ffn_up.weight: wanted rows of a multiple of 32 weights for Q8_0, got (64, 48)" in message
+    tensors = tensors_of(tiny())
+    for layer in range(2):
+        tensors |= {f"blk.{layer}.ffn_{name}.weight": ("F32", (48, 64), bytes(4 * 48 * 64)) for name in ("up", "gate")}
+        tensors[f"blk.{layer}.ffn_down.weight"] = "Q8_0", (64, 48), bytes(34 * 96)
+    message = refusal(write(tmp_path / "model.gguf", METADATA | {"llama.feed_forward_length": 48}, tensors))
+    assert "MLX cannot read it" in message
+    assert "blk.0.ffn_down.weight" in message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -14,11 +13,11 @@ from helpers import made, minibatch
 
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy import head as module
-from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.head import Head, score
-from mlxrl.policy.load import policy
-from mlxrl.policy.logprobs import logprobs, training
-from mlxrl.policy.recompute import recomputed
+from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.modes import training
+from mlxrl.policy.policy import as_policy
+from mlxrl.settings import LoRA
 from mlxrl.train.pack import pack
 from mlxrl.train.step import update
 from models import dense, hybrid, tokenizer
@@ -65,12 +64,12 @@ def test_with_recomputation_a_layer_more_holds_its_input_and_little_else(make, p
 
     def held(layers: int, recompute: bool) -> int:
         model = make(num_hidden_layers=layers) if make is dense else make(layers)
-        p = policy(model, tokenizer(), lora=LoRA(rank=2))
+        p = as_policy(model, tokenizer(), lora=LoRA(rank=2))
 
         def run() -> Any:
             return nn.value_and_grad(p.model, lambda: logprobs(p, batch).token_logprobs.sum())()
 
-        with training(p.model), recomputed(p.model) if recompute else nullcontext():
+        with training(p, recompute):
             return peak(run)
 
     plain = held(10, False) - held(4, False)
@@ -78,7 +77,7 @@ def test_with_recomputation_a_layer_more_holds_its_input_and_little_else(make, p
 
 
 def test_memory_is_flat_over_fifty_steps():
-    p, algo, optimizer = policy(hybrid(2), tokenizer(), lora=LoRA(rank=2)), grpo(kl=0.1), optim.AdamW(1e-3)
+    p, algo, optimizer = as_policy(hybrid(2), tokenizer(), lora=LoRA(rank=2)), grpo(kl=0.1), optim.AdamW(1e-3)
     active = []
     for step in range(51):
         batch = pack([made([1.0, 0.0, 0.4], prompt=70, seed=step % 7)], algo, tokens_per_pass=78)

@@ -14,6 +14,7 @@ from mlxrl.algo.recipes import grpo, opd
 from mlxrl.train.pack import PASS, SHARE_FROM, _cuts, pack
 from mlxrl.train.step import fill, gradient, update
 from mlxrl.train.teacher import Teacher
+from mlxrl.train.units import units
 from mlxrl.types import Batch
 from models import dense
 
@@ -23,7 +24,7 @@ def drawn(rows: int, seed: int) -> list[int]:
 
 
 def spent(batch: Batch) -> int:
-    return sum(m.tokens.size for m in batch) + sum({id(m.prefix): m.prefix.size for m in batch}.values())
+    return sum(m.tokens.size for m in batch) + sum(unit[0].prefix.size for unit in units(batch.micro_batches))
 
 
 @pytest.mark.parametrize("seed", range(5))

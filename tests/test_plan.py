@@ -19,11 +19,11 @@ from mlxrl.cli import main
 from mlxrl.cli.plan import fitted, limited, plan_of
 from mlxrl.config import read
 from mlxrl.data import tasks
-from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.files import files_of
-from mlxrl.policy.load import policy
 from mlxrl.policy.memory import Work, parts
+from mlxrl.policy.policy import as_policy
 from mlxrl.policy.shapes import Uncovered, model_of
+from mlxrl.settings import LoRA
 from mlxrl.train.pack import pack, widest
 from mlxrl.train.step import update
 from models import ready, tokenizer
@@ -71,7 +71,7 @@ def work(sized: Any, prompt: int, completion: int, group: int, budget: int, reco
 def test_weights_and_adapters_are_counted_to_the_byte(kind):
     model, sized = a_model(kind)
     assert sized.weights(4) == bytes_of(model.parameters())
-    subject = policy(model, tokenizer(), lora=LoRA(rank=4))
+    subject = as_policy(model, tokenizer(), lora=LoRA(rank=4))
     part = parts(sized, work(sized, 10, 10, 4, 2048, False))[0]
     assert part.terms["adapters"] == bytes_of(subject.model.trainable_parameters())
 
@@ -85,7 +85,7 @@ def test_the_peak_of_an_update_is_foreseen(kind, prompt, budget, recompute):
     gc.collect()
     others = mx.get_active_memory()  # what tests before this one have left
     model, sized = a_model(kind)
-    subject, algo, optimizer = policy(model, tokenizer(), lora=LoRA(rank=4)), dr_grpo(), optim.AdamW(1e-5)
+    subject, algo, optimizer = as_policy(model, tokenizer(), lora=LoRA(rank=4)), dr_grpo(), optim.AdamW(1e-5)
     for _ in range(2):
         batch = pack([made([1.0, 0.0, 0.4, 0.2, 0.1], lengths=[108] * 5, prompt=prompt)], algo, tokens_per_pass=budget)
         mx.clear_cache()

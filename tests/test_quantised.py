@@ -8,13 +8,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from helpers import flat, made
+from helpers import flat, made, moved
 from mlx.utils import tree_flatten
 
 from mlxrl.algo.recipes import grpo
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import Policy, policy
+from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.policy.prefix import hidden_states
+from mlxrl.settings import LoRA
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient, update
 from models import dense, hybrid, moe, tokenizer
@@ -26,7 +26,7 @@ def quantised(make: Any, base: dict[str, Any]) -> Policy:
     model = make()
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, **base, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
-    return policy(model, tokenizer(), lora=LoRA(rank=4))
+    return as_policy(model, tokenizer(), lora=LoRA(rank=4))
 
 
 @pytest.mark.parametrize("base", BASES, ids=lambda base: base.get("mode", f"{base['bits']} bits"))
@@ -43,7 +43,7 @@ def test_train_and_reference_agree_at_step_0_and_a_step_moves_float32_adapters(m
     metrics, found = gradient(p, batch, algo)
     assert metrics["policy/kl"] == 0.0
     assert all(leaf.dtype == mx.float32 for leaf in flat(found).values())
-    _, rows = hidden_states(p.model, p.head, m.prefix, m.tokens)
+    _, rows = hidden_states(p, m)
     assert rows.dtype == mx.bfloat16
     assert update(p, optim.SGD(1e-1), batch, algo)["policy/skipped"] == 0.0
     moved = [leaf for name, leaf in flat(p.model.trainable_parameters()).items() if "lora_b" in name]
@@ -57,7 +57,7 @@ def test_recomputation_and_splitting_leave_the_gradient_of_a_quantised_base(make
     """In float32 activations, where both have to agree to rounding."""
     model = make()
     nn.quantize(model, group_size=32, bits=4)
-    p, algo = policy(model, tokenizer(), lora=LoRA(rank=4)), grpo()
+    p, algo = as_policy(model, tokenizer(), lora=LoRA(rank=4)), grpo()
     update(p, optim.SGD(1.0), pack([made([1.0, 0.0, 0.4])], algo), algo)
     group = [made([1.0, 0.0, 0.4, 0.2], seed=3)]
     wanted = flat(gradient(p, pack(group, algo), algo)[1])
@@ -65,3 +65,20 @@ def test_recomputation_and_splitting_leave_the_gradient_of_a_quantised_base(make
     for name, value in wanted.items():
         assert mx.linalg.norm(value).item() > 0, name
         assert (mx.linalg.norm(split[name] - value) / mx.linalg.norm(value)).item() < 1e-5, name
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda base: base.get("mode", f"{base['bits']} bits"))
+@pytest.mark.parametrize("make", [dense, hybrid])
+def test_a_group_in_several_passes_has_the_gradient_of_one_in_half_precision(make, base):
+    """The prefix's caches are bfloat16, and so is their gradient: the two agree as well as bfloat16 can."""
+    p, algo = quantised(make, base), grpo()
+    moved(p)
+    group = [made([1.0, 0.0, 0.4, 0.2], seed=3)]
+    wanted = flat(gradient(p, pack(group, algo), algo)[1])
+    for recompute in (False, True):
+        batch = pack(group, algo, tokens_per_pass=95)
+        assert len(batch) > 1
+        got = flat(gradient(p, batch, algo, recompute=recompute)[1])
+        for name, value in wanted.items():
+            cosine = (got[name] * value).sum() / (mx.linalg.norm(got[name]) * mx.linalg.norm(value))
+            assert cosine.item() > 0.99, name

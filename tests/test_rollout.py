@@ -11,8 +11,7 @@ import pytest
 from helpers import BARE, GREEDY, RAGGED, Counted, alone, moved, requests
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.policy.room import capacity_for
 from mlxrl.rollout.decode import Loop, decode
 from mlxrl.rollout.episodes import rollout
@@ -23,7 +22,7 @@ from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
 from mlxrl.rollout.serve import service_of
 from mlxrl.rollout.slots import Slots
-from mlxrl.settings import Sampling
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.types import MicroBatch, Task
 from models import dense, hybrid, moe, tokenizer
 
@@ -41,7 +40,7 @@ def quantised():
 @pytest.mark.parametrize("make", [*MODELS, quantised])
 def test_greedy_batch_equals_greedy_alone_for_ragged_prompts(make):
     """However rows are held, batched, chunked and compiled; a place is taken over while others are under way."""
-    p = policy(make(), tokenizer(), lora=LoRA())
+    p = as_policy(make(), tokenizer(), lora=LoRA())
     moved(p)
     assert service_of(p.model, p.head) == "ragged"
     limits = [12, 4, 7, 12, 12, 9, 2, 12]
@@ -58,7 +57,7 @@ def test_greedy_batch_equals_greedy_alone_for_ragged_prompts(make):
 
 @pytest.mark.parametrize("make", MODELS)
 def test_a_rows_tokens_do_not_depend_on_its_neighbours(make):
-    p = policy(make(), tokenizer(), lora=LoRA())
+    p = as_policy(make(), tokenizer(), lora=LoRA())
     rules = Rules(Sampling(max_tokens=8), stops=tuple(range(9)))
     rows = requests(RAGGED, 3)
     together = decode(p.model, p.head, rows, rules)
@@ -71,7 +70,7 @@ def test_a_rows_tokens_do_not_depend_on_its_neighbours(make):
 
 
 def test_a_thousand_rows_are_the_same_alone_in_any_batch_and_in_any_order():
-    p = policy(dense(hidden_size=32, num_hidden_layers=1), tokenizer(), lora=None)
+    p = as_policy(dense(hidden_size=32, num_hidden_layers=1), tokenizer(), lora=None)
     rules = Rules(Sampling(max_tokens=4), stops=tuple(range(0, 320, 8)))
     rows = requests([tuple(range(20 + i, 30 + 2 * i)) for i in range(10)], 100)
     order = random.Random(0).sample(range(1000), 1000)
@@ -87,7 +86,7 @@ def test_a_thousand_rows_are_the_same_alone_in_any_batch_and_in_any_order():
 
 
 def test_every_stop_id_ends_a_row_and_is_kept():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     plain = decode(p.model, p.head, requests(RAGGED[:1]), GREEDY)[0].ids
     stops = (plain[2], 319)
     (row,) = decode(p.model, p.head, requests(RAGGED[:1]), Rules(GREEDY.sampling, stops))
@@ -98,7 +97,7 @@ def test_every_stop_id_ends_a_row_and_is_kept():
 
 def test_forwards_are_those_that_are_needed():
     """One prefill a prompt and chunk, a step for each token but the last of the longest row, rows dropped in lumps."""
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     counted, ends = Counted(p.head), [3, 7, 12, 20]
     prompts = [prompt for prompt in RAGGED if len(prompt) > 1] + [tuple(range(60, 64))]
     decode(p.model, counted, requests(prompts, 4, ends * 4), Rules(Sampling(max_tokens=20)), prefill_chunk=4, **BARE)
@@ -112,7 +111,7 @@ def test_forwards_are_those_that_are_needed():
 
 def test_short_prompts_are_run_together_each_once():
     """As many as fill a chunk, padding included, prompts of like length together."""
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     counted = Counted(p.head)
     prompts = [tuple(range(20, 20 + n)) for n in (5, 3, 9, 2, 4, 30)]
     rows = requests(prompts, 3, [2] * 18)
@@ -122,7 +121,7 @@ def test_short_prompts_are_run_together_each_once():
 
 
 def test_nothing_is_decoded_behind_the_last_stop_but_the_step_that_was_ahead():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     counted = Counted(p.head)
     rules = Rules(Sampling(max_tokens=100), tuple(range(0, 320, 5)))
     out = decode(p.model, counted, requests(RAGGED[:3], 4), rules, **BARE)
@@ -135,7 +134,7 @@ def test_nothing_is_decoded_behind_the_last_stop_but_the_step_that_was_ahead():
 
 def test_free_places_are_taken_while_others_are_under_way():
     """64 rows of 2 to 17 tokens in 8 places: as many steps as 8 full places would take, and little more."""
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     counted = Counted(p.head)
     limits = [2 + (5 * i) % 16 for i in range(64)]
     rows = requests(RAGGED[:2], 32, limits)
@@ -148,7 +147,7 @@ def test_free_places_are_taken_while_others_are_under_way():
 
 
 def test_the_last_token_is_not_run_through_the_model():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     counted = Counted(p.head)
     decode(p.model, counted, requests(RAGGED[:1], 2), Rules(Sampling(max_tokens=6)), **BARE)
     assert counted.shapes == [(1, 5)] + [(2, 1)] * 5
@@ -159,7 +158,7 @@ def test_log_probs_are_those_of_the_tempered_distribution():
     from mlxrl.policy.logprobs import logprobs
 
     for make in MODELS:
-        p = policy(make(), tokenizer(), lora=LoRA())
+        p = as_policy(make(), tokenizer(), lora=LoRA())
         moved(p)
         (group,) = rollout(p, [Task("hello")], group_size=3, sampling=Sampling(max_tokens=9, temperature=0.7), key=1)
         for trajectory in group:
@@ -171,9 +170,9 @@ def test_log_probs_are_those_of_the_tempered_distribution():
 
 def test_a_compiled_step_uses_the_weights_as_they_are():
     """Weights that training has moved, and layers that were swapped, are seen by the next rollout."""
-    from mlxrl.policy.adapters import without_adapters
+    from mlxrl.policy.lora import without_adapters
 
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     rows = requests(RAGGED, 2)
     base = decode(p.model, p.head, rows, GREEDY)
     moved(p)
@@ -187,7 +186,7 @@ def test_a_compiled_step_uses_the_weights_as_they_are():
 
 @pytest.mark.parametrize("make", MODELS)
 def test_fused_adapters_give_the_logits_of_the_plain_ones_and_leave_no_trace(make):
-    p = policy(make(), tokenizer(), lora=LoRA())
+    p = as_policy(make(), tokenizer(), lora=LoRA())
     moved(p, scale=0.05)
     ids = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     layers = {name: layer for name, layer in p.model.named_modules() if isinstance(layer, LoRALinear)}
@@ -204,7 +203,7 @@ def test_fused_adapters_give_the_logits_of_the_plain_ones_and_leave_no_trace(mak
 def test_fused_adapters_keep_the_dtype_of_16_bit_weights():
     model = dense()
     model.set_dtype(mx.bfloat16)
-    p = policy(model, tokenizer(), lora=LoRA())
+    p = as_policy(model, tokenizer(), lora=LoRA())
     moved(p, scale=0.02)
     assert p.model.layers[0].self_attn.q_proj.lora_a.dtype == mx.float32
     ids = mx.array([[3, 1, 4]])
@@ -217,7 +216,7 @@ def test_fused_adapters_keep_the_dtype_of_16_bit_weights():
 @pytest.mark.parametrize("make", MODELS)
 def test_slots_hold_after_ragged_prefill_what_each_row_alone_holds(make):
     """States of recurrent layers included: no padding reaches them."""
-    p = policy(make(), tokenizer(), lora=None)
+    p = as_policy(make(), tokenizer(), lora=None)
     slots = Slots(len(RAGGED))
     slots.fit(10)
     for row, filled in enumerate(prefill(p.model, p.head, RAGGED, 2048)):
@@ -238,7 +237,7 @@ def test_room_grows_by_a_quarter_at_most():
 
 
 def test_a_task_that_stands_twice_is_two_groups():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     first, second = rollout(p, [Task("hi"), Task("hi")], group_size=2, sampling=Sampling(max_tokens=8), key=0)
     assert len(first) == len(second) == 2
     assert len({t.turns[0].tokens for t in first + second}) == 4
@@ -254,7 +253,7 @@ def test_rendering_uses_the_template_and_its_thinking_switch():
 
 
 def test_rows_come_out_as_they_end():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     loop = Loop(p.model, p.head, requests(RAGGED[:1], 3, [9, 2, 5]), GREEDY)
     assert [len(row.ids) for row in loop.run()] == [2, 5, 9]
     assert [len(row.ids) for row in loop.ordered] == [9, 2, 5]
@@ -297,7 +296,7 @@ class Talk:
 @pytest.mark.parametrize(("compiled", "service"), [(True, "ragged"), (False, "ragged"), (True, "slots")])
 def test_rows_that_are_gone_on_with_are_those_of_a_fresh_prompt(make, compiled, service):
     """Three turns over kept caches, ragged and by chunks, while others wait for a place; nothing is run twice."""
-    p = policy(make(), tokenizer(), lora=LoRA())
+    p = as_policy(make(), tokenizer(), lora=LoRA())
     moved(p)
     limits = [5, 3, 8, 1, 6, 2, 7, 4]
     rules = replace(GREEDY, stops=tuple(range(0, 320, 7)), holds=True)
@@ -317,7 +316,7 @@ def test_rows_that_are_gone_on_with_are_those_of_a_fresh_prompt(make, compiled, 
 
 def test_a_row_that_a_string_ended_is_gone_on_with():
     """Its last token was fed before the host saw the string."""
-    p = policy(hybrid(), tokenizer(), lora=None)
+    p = as_policy(hybrid(), tokenizer(), lora=None)
     plain = decode(p.model, p.head, requests(RAGGED), GREEDY)
     letters = {p.tokenizer.decode([token]) for row in plain for token in row.ids[2:6]}
     strings = tuple(letter for letter in letters if letter.isascii() and letter)
@@ -332,7 +331,7 @@ def test_a_row_that_a_string_ended_is_gone_on_with():
 
 
 def test_a_history_that_was_rewritten_is_prefilled_anew_and_a_full_context_ends():
-    p = policy(dense(max_position_embeddings=24), tokenizer(), lora=None)
+    p = as_policy(dense(max_position_embeddings=24), tokenizer(), lora=None)
     loop = Loop(p.model, p.head, requests(RAGGED[:2], limits=[4, 4]), replace(GREEDY, holds=True))
     with loop.session():
         first, second = loop.decode()
@@ -344,7 +343,7 @@ def test_a_history_that_was_rewritten_is_prefilled_anew_and_a_full_context_ends(
 
 
 def test_rows_wait_while_held_ones_have_all_the_places():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     loop = Loop(p.model, p.head, requests(RAGGED, limits=[2, 3, 2, 2]), replace(GREEDY, holds=True), max_rows=2)
     with loop.session():
         first, second = loop.decode()

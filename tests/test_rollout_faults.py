@@ -10,8 +10,7 @@ import mlx.core as mx
 import pytest
 from helpers import BARE, GREEDY, RAGGED, Counted, requests
 
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.decode import Loop, decode
 from mlxrl.rollout.episodes import Interrupted, rollout
 from mlxrl.rollout.fused import FusedLinear
@@ -20,7 +19,7 @@ from mlxrl.rollout.render import render
 from mlxrl.rollout.row import Request
 from mlxrl.rollout.rules import Rules
 from mlxrl.rollout.sampling import key_of
-from mlxrl.settings import Sampling
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.types import Task
 from models import dense, hybrid, tokenizer
 
@@ -28,7 +27,7 @@ from models import dense, hybrid, tokenizer
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_row_with_logits_that_are_not_finite_ends_and_the_others_go_on(compiled):
     """A token spoils what reads it. Rows that drew it end, and their places serve others as if nothing had been."""
-    p = policy(dense(tie_word_embeddings=False), tokenizer(), lora=None)
+    p = as_policy(dense(tie_word_embeddings=False), tokenizer(), lora=None)
     rules = Rules(Sampling(max_tokens=20))
     whole = decode(p.model, p.head, requests(RAGGED[:1], 40), rules, compiled=compiled)
     bad = whole[3].ids[4]
@@ -43,7 +42,7 @@ def test_a_row_with_logits_that_are_not_finite_ends_and_the_others_go_on(compile
 
 
 def test_a_prompt_that_spoils_its_row_gives_an_error_without_tokens():
-    p = policy(dense(tie_word_embeddings=False), tokenizer(), lora=None)
+    p = as_policy(dense(tie_word_embeddings=False), tokenizer(), lora=None)
     p.model.model.embed_tokens.weight[7] = mx.nan
     rows = decode(p.model, p.head, requests([(7, 8), *RAGGED[:3]]), GREEDY, max_rows=1)
     assert [(row.stop, len(row.ids)) for row in rows] == [("error", 0)] + [("length", 12)] * 3
@@ -51,7 +50,7 @@ def test_a_prompt_that_spoils_its_row_gives_an_error_without_tokens():
 
 def test_prompts_at_the_context_limit():
     """16 tokens of context: 14 leave room for two, 16 and 20 for none; the others are not touched by it."""
-    p = policy(dense(max_position_embeddings=16), tokenizer(), lora=None)
+    p = as_policy(dense(max_position_embeddings=16), tokenizer(), lora=None)
     prompts = [tuple(range(20, 20 + n)) for n in (14, 16, 20, 3)]
     rows = decode(p.model, p.head, requests(prompts), GREEDY)
     assert [(len(row.ids), row.stop) for row in rows] == [(2, "length"), (0, "length"), (0, "length"), (12, "length")]
@@ -61,7 +60,7 @@ def test_prompts_at_the_context_limit():
 
 
 def test_empty_prompts_and_no_tasks():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     with pytest.raises(ValueError, match="no tokens"):
         Request((), key_of(0, 0))
     bare = tokenizer()
@@ -75,7 +74,7 @@ def test_empty_prompts_and_no_tasks():
 
 @pytest.mark.parametrize("rules", [Rules(Sampling(max_tokens=1)), Rules(Sampling(max_tokens=9), tuple(range(320)))])
 def test_completions_of_one_token(rules):
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     counted = Counted(p.head)
     rows = decode(p.model, counted, requests(RAGGED[:1], 3), rules, max_rows=2, **BARE)
     assert [(len(row.ids), len(row.logprobs)) for row in rows] == [(1, 1)] * 3
@@ -84,7 +83,7 @@ def test_completions_of_one_token(rules):
 
 
 def test_ctrl_c_keeps_the_rows_that_had_ended_and_restores_the_adapters():
-    p = policy(dense(), tokenizer(("<eos>", "<end>", "<bos>", "<pad>", "<user>")), lora=LoRA())
+    p = as_policy(dense(), tokenizer(("<eos>", "<end>", "<bos>", "<pad>", "<user>")), lora=LoRA())
     sampling = Sampling(max_tokens=100)
     calls = 0
 
@@ -111,7 +110,7 @@ def test_ctrl_c_keeps_the_rows_that_had_ended_and_restores_the_adapters():
 
 def test_a_rollout_in_a_worker_thread():
     """The model was made, and a step compiled, in another thread."""
-    p = policy(hybrid(), tokenizer(), lora=LoRA())
+    p = as_policy(hybrid(), tokenizer(), lora=LoRA())
     here = rollout(p, [Task("hi")], group_size=3, sampling=Sampling(max_tokens=12), key=2)
     there = []
     for _ in range(2):
@@ -126,7 +125,7 @@ def test_a_rollout_in_a_worker_thread():
 def test_the_graph_of_a_hybrid_models_caches_does_not_grow(tmp_path, compiled):
     """Equal prompts, 300 steps, 100 where they are slow: nothing is deferred from one step to the next."""
     layers, steps = 4, 300 if compiled else 100
-    p = policy(hybrid(layers), tokenizer(), lora=None)
+    p = as_policy(hybrid(layers), tokenizer(), lora=None)
     loop = Loop(
         p.model,
         p.head,
@@ -146,7 +145,7 @@ def test_the_graph_of_a_hybrid_models_caches_does_not_grow(tmp_path, compiled):
 
 def test_memory_comes_back_and_does_not_grow():
     """50 rollouts of random sizes. Results that are kept hold no buffer; what is added is constants of new traces."""
-    p = policy(hybrid(2), tokenizer(), lora=LoRA())
+    p = as_policy(hybrid(2), tokenizer(), lora=LoRA())
     draw = random.Random(0)
 
     def one(seed):
@@ -165,7 +164,7 @@ def test_memory_comes_back_and_does_not_grow():
 def test_the_buffer_cache_is_bounded_and_the_wired_limit_left_alone(monkeypatch):
     wired = []
     monkeypatch.setattr(mx, "set_wired_limit", lambda limit: wired.append(limit) or 7)
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     with limits(cache=100_000):
         for seed in range(3):
             rollout(p, [Task("hi")], group_size=2, sampling=Sampling(max_tokens=4), key=seed)

@@ -11,13 +11,12 @@ import pytest
 from helpers import GREEDY, RAGGED, requests
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlxrl.policy.adapters import LoRA
-from mlxrl.policy.load import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.decode import decode
 from mlxrl.rollout.episodes import rollout, rules_of
 from mlxrl.rollout.rules import Rules, blank, draw
 from mlxrl.rollout.sampling import fold, key_of, sample
-from mlxrl.settings import Sampling
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.types import Task
 from models import dense, tokenizer
 
@@ -128,7 +127,7 @@ PENALTIES = [
 @pytest.mark.parametrize("penalties", PENALTIES)
 def test_penalties_and_hooks_are_those_of_mlx_lm(penalties):
     """The built-in penalties, mlx-lm's processors as hooks, and mlx-lm's applied by hand draw the same tokens."""
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     prompts = [(20, 21, 20, 22, 20), (30,), tuple(range(40, 56))]
     context = {name.replace("penalty", "context_size"): 6 for name in penalties}
     processors = make_logits_processors(**penalties, **context)
@@ -151,7 +150,7 @@ def test_penalties_and_hooks_are_those_of_mlx_lm(penalties):
 
 
 def test_no_stop_ends_a_row_before_the_minimum():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     stops = tuple(range(0, 320, 2))
     free = decode(p.model, p.head, requests(RAGGED, 8), Rules(Sampling(max_tokens=20), stops))
     held = decode(p.model, p.head, requests(RAGGED, 8), Rules(Sampling(max_tokens=20, min_tokens=5), stops))
@@ -164,7 +163,7 @@ def test_no_stop_ends_a_row_before_the_minimum():
 
 
 def test_every_eos_of_the_tokenizer_stops_and_the_one_sampled_is_kept():
-    p = policy(dense(), tokenizer(("<eos>", "<end>")), lora=LoRA())
+    p = as_policy(dense(), tokenizer(("<eos>", "<end>")), lora=LoRA())
     ids = {p.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("<eos>", "<end>")}
     assert set(rules_of(p.tokenizer, Sampling()).stops) == ids
     groups = rollout(p, [Task("hi")] * 4, group_size=32, sampling=Sampling(max_tokens=40), key=3)
@@ -179,7 +178,7 @@ def greedy_text(p, prompts, sampling: Sampling = GREEDY.sampling):
 
 def test_stop_strings_end_a_row_across_token_borders_and_ids_are_kept():
     """A byte-level tokenizer: every string of two letters lies over a border."""
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     plain = greedy_text(p, RAGGED)
     letters = [[p.tokenizer.decode([token]) for token in row.ids] for row in plain]
     string = letters[0][3] + letters[0][4]
@@ -195,7 +194,7 @@ def test_stop_strings_end_a_row_across_token_borders_and_ids_are_kept():
 
 
 def test_stop_strings_see_special_tokens_and_characters_of_several_tokens():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     rows = decode(
         p.model, p.head, requests([(20,), (21,)]), Rules(Sampling(max_tokens=9, stop_strings=("é</think>",))),
         text=p.tokenizer.decode, processors=[written(p.tokenizer.encode("aéé</think>", add_special_tokens=False))],
@@ -218,7 +217,7 @@ class TestThinking:
     """Tokens of the tokenizer: <think> is 7, </think> is 8."""
 
     def decoded(self, budget, *, prompt, ids, tokens=10, opening=(7,), closing=(8,)):
-        p = policy(dense(), tokenizer(), lora=None)
+        p = as_policy(dense(), tokenizer(), lora=None)
         rules = Rules(Sampling(max_tokens=tokens, thinking_budget=budget), (2,), opening, closing)
         (row,) = decode(p.model, p.head, requests([prompt]), rules, processors=[written(ids, len(prompt))])
         return row
@@ -256,7 +255,7 @@ class TestThinking:
         assert row.forced == []
 
     def test_forced_tokens_reach_the_turn_and_a_tokenizer_without_thinking_is_refused(self):
-        p = policy(dense(), tokenizer(), lora=None)
+        p = as_policy(dense(), tokenizer(), lora=None)
         sampling = Sampling(max_tokens=12, thinking_budget=4)
         (group,) = rollout(p, [Task("hi")], group_size=8, sampling=sampling)  # the template opens a block
         for trajectory in group:
@@ -274,7 +273,7 @@ class TestThinking:
 
 
 def test_candidates_are_the_likeliest_with_their_log_probs():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     sampling = Sampling(max_tokens=6, temperature=0.8, num_top=5, top_k=3)
     (group,) = rollout(p, [Task("hello")], group_size=3, sampling=sampling, key=2)
     for trajectory in group:

@@ -13,7 +13,7 @@ import pytest
 from helpers import MAZE, MINIMAL, a_policy
 
 from mlxrl import algo, config
-from mlxrl.policy.load import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.episodes import rollout
 from mlxrl.rollout.worlds import EpisodeError, prepare
 from mlxrl.settings import Sampling
@@ -236,7 +236,7 @@ def scripted(tokenizer: Any, lines: list[str]) -> Any:
 
 def test_an_episode_with_tools() -> None:
     """The model calls, reads 5, and answers. What the tool said is read, not learned."""
-    p = policy(dense(), offering(), lora=None)
+    p = as_policy(dense(), offering(), lora=None)
     lines = [call("add", a=2, b=3), "It is 5."]
     tools = Tools([add])
     (group,) = rollout(

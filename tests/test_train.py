@@ -12,8 +12,9 @@ import pytest
 from helpers import a_policy, assert_same_gradient, flat, length, made
 
 from mlxrl.algo.recipes import dr_grpo, grpo, rloo
-from mlxrl.policy.load import Policy
-from mlxrl.policy.logprobs import logprobs, training
+from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.modes import training
+from mlxrl.policy.policy import Policy
 from mlxrl.rollout.episodes import rollout
 from mlxrl.settings import Sampling
 from mlxrl.train.loop import Diverged, train
@@ -196,7 +197,7 @@ def test_dropout_is_active_in_the_gradient_pass_alone():
     assert mx.array_equal(fill(p, pack([made([1.0, 0.0])], algo), frozenset({"old"})).micro_batches[0].old_logprobs,
                           batch.micro_batches[0].old_logprobs)  # fmt: skip
     assert gradient(p, batch, algo)[0]["policy/ratio_max"] > 1.001
-    with training(p.model, dropout=True):
+    with training(p, dropout=True):
         pass
     assert not any(module.training for module in p.model.modules())
 

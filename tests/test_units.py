@@ -11,7 +11,7 @@ from families import family
 from helpers import a_policy, assert_same_gradient, flat, made
 
 from mlxrl.algo.recipes import grpo
-from mlxrl.policy.load import Policy
+from mlxrl.policy.policy import Policy
 from mlxrl.train import pack as packing
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient

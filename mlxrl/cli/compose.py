@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlxrl import config
 from mlxrl.config import Config
 from mlxrl.data import tasks
-from mlxrl.settings import Sampling
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.types import Algorithm, Group, Task
 
 RENDERED = 1000
@@ -20,8 +20,7 @@ RENDERED = 1000
 if TYPE_CHECKING:
     import mlx.optimizers as optim
 
-    from mlxrl.policy.adapters import LoRA
-    from mlxrl.policy.load import Policy
+    from mlxrl.policy.policy import Policy
     from mlxrl.train.evaluate import Evaluation
     from mlxrl.train.loop import Step
     from mlxrl.train.teacher import Teacher
@@ -56,7 +55,7 @@ def policy(settings: Config, rows: Sequence[Task], *, trained: bool, adapter: st
     Raises:
         ValueError: it cannot be had, its template does not take one of the first rows, or it cannot be sampled so.
     """
-    from mlxrl.policy.load import load
+    from mlxrl.policy.policy import load
     from mlxrl.rollout.episodes import rules_of
     from mlxrl.rollout.render import render
 
@@ -70,9 +69,8 @@ def policy(settings: Config, rows: Sequence[Task], *, trained: bool, adapter: st
 
 def adapters(settings: Config) -> LoRA:
     """The adapters to train."""
-    from mlxrl.policy.adapters import LoRA
-
-    return LoRA(settings.lora.rank, settings.lora.scale, settings.lora.dropout, settings.lora.keys)
+    lora = settings.lora
+    return LoRA(rank=lora.rank, scale=lora.scale, dropout=lora.dropout, keys=lora.keys)
 
 
 def sampling(settings: Config) -> Sampling:
@@ -141,7 +139,7 @@ def teacher(settings: Config, policy: Policy) -> Teacher | None:
     Raises:
         ValueError: it cannot be had, or has another vocabulary.
     """
-    from mlxrl.policy.load import load
+    from mlxrl.policy.policy import load
     from mlxrl.train.teacher import teacher_of
 
     judge = settings.teacher

@@ -34,7 +34,8 @@ def _language(id: str, folder: Path | None) -> tuple[Any, str | None] | None:
     if id.endswith(".gguf"):
         from mlxrl.policy import gguf
 
-        return gguf.language(Path(id).expanduser())
+        tokenizer: Any = gguf.tokenizer_of(gguf.header(Path(id).expanduser()))
+        return tokenizer._tokenizer.backend_tokenizer, tokenizer.chat_template
     path = folder / "tokenizer.json" if folder else None
     if path is None or not path.is_file():
         return None

@@ -26,7 +26,7 @@ from mlxrl.train.loop import Diverged
 from mlxrl.types import Task
 
 if TYPE_CHECKING:
-    from mlxrl.policy.load import Policy
+    from mlxrl.policy.policy import Policy
     from mlxrl.train.teacher import Teacher
 
 
@@ -52,7 +52,7 @@ def command(settings: Config, name: str, line: Sequence[str], *, dry_run: bool =
 
 def _dry_run(settings: Config, training: Sequence[Task], heldout: Sequence[Task], chosen: str) -> int:
     """Print the resolved config and, as comments in it, what would be done."""
-    from mlxrl.policy.load import outline
+    from mlxrl.policy.policy import outline
 
     lines = outline(settings.model.id, compose.adapters(settings))
     print(config.text(settings))

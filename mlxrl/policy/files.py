@@ -59,9 +59,13 @@ def files_of(id: str, dtype: str | None, gpu: bool = False) -> Files:
 def _gguf(path: Path, dtype: str | None, gpu: bool) -> Files:
     from mlxrl.policy import gguf
 
-    rest = 2 if gpu else 4
-    config, weights = gguf.sizes(path, None if dtype is None else DTYPES[dtype], rest)
-    return Files(model_of(config, path), DTYPES[dtype] if dtype else rest, weights, path.stat().st_size)
+    size, header = DTYPES[dtype] if dtype else 2 if gpu else 4, gguf.header(path)
+    weights = 0
+    for shape, kind in header.tensors.values():
+        count = math.prod(shape)
+        packed = kind in gguf.BITS and dtype is None
+        weights += count * gguf.BITS[kind] // 8 + 2 * size * count // 32 if packed else count * size
+    return Files(model_of(gguf.config_of(header), path), size, weights, path.stat().st_size)
 
 
 def read_table(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The gated delta rule of linear attention, by chunks and differentiable, in place of mlx-lm's loop over tokens.
 
-Letters: B rows, T tokens, Hk key heads, Hv value heads (a multiple of Hk), Dk and Dv their widths; inside a chunk
+Letters: B sequences, T tokens, Hk key heads, Hv value heads (a multiple of Hk), Dk and Dv their widths; inside a chunk
 N chunks of C tokens, heads as [Hk, R] with R = Hv / Hk.
 """
 
@@ -9,18 +9,16 @@ from __future__ import annotations
 import io
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from mlxrl.policy.differentiate import replaced
+
 CHUNK = 64
 SEGMENT = 256  # tokens recomputed together in the backward pass: only the states between segments are kept
 SMALLEST = 1e-37  # of a decay, so that its logarithm is finite
-
-_depth = 0
-_original: Any = None
-_engaged = 0
 
 
 def gated_delta(
@@ -47,21 +45,14 @@ def gated_delta(
     Returns:
         y [B, T, Hv, Dv] in the dtype of q, and the last state, float32.
     """
-    global _engaged
-    _engaged += 1
     if state is None:
         state = mx.zeros((q.shape[0], v.shape[2], v.shape[3], q.shape[3]), mx.float32)
     if mask is not None:
         g = mx.where(mask.reshape(*mask.shape, *[1] * (g.ndim - 2)), g, 1)
         beta = mx.where(mask[..., None], beta, 0)
-    fused = mask is None and g.ndim == 3 and _fused(*q.shape[2:], *v.shape[2:])
-    y, state = (_by_kernel if fused else _by_chunks)(q, k, v, g, beta, state.astype(mx.float32))
+    fused = mask is None and g.ndim == 3 and kernel_agrees(*q.shape[2:], *v.shape[2:])
+    y, state = (by_kernel if fused else by_chunks)(q, k, v, g, beta, state.astype(mx.float32))
     return y if mask is None else mx.where(mask[..., None, None], y, 0), state
-
-
-def engaged() -> int:
-    """How often the rule has been called, or traced, since the start."""
-    return _engaged
 
 
 @contextmanager
@@ -69,23 +60,14 @@ def chunked() -> Generator[None]:
     """Let mlx-lm's models use `gated_delta` for the span of a block. Blocks may be nested, or end in any order."""
     from mlx_lm.models import gated_delta as module
 
-    global _depth, _original
-    if _depth == 0:
-        _original = module.gated_delta_ops
-        module.gated_delta_ops = gated_delta
-    _depth += 1
-    try:
+    with replaced(module, "gated_delta_ops", gated_delta):
         yield
-    finally:
-        _depth -= 1
-        if _depth == 0:
-            module.gated_delta_ops = _original
 
 
-def _by_chunks(
+def by_chunks(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Segment after segment, each of which is computed again in the backward pass."""
+    """Segment after segment, each of which is recomputed in the backward pass."""
     segment: Any = mx.checkpoint(_segment)
     outputs: list[mx.array] = []
     for parts in zip(*(_cut(array, SEGMENT) for array in (q, k, v, g, beta)), strict=True):
@@ -208,10 +190,10 @@ def _joined(early: mx.array, late: mx.array, lower: mx.array) -> mx.array:
     return mx.concatenate([top, mx.concatenate([lower, late], axis=-1)], axis=-2)
 
 
-def _by_kernel(
+def by_kernel(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """MLX's own kernel, chunk after chunk, as its backward pass may hold a state for every token it was given."""
+    """MLX's own kernel, chunk after chunk, as its backward pass may keep a state for every token it was given."""
     kernel: Any = mx.fast.gated_delta_update
     outputs: list[mx.array] = []
     arrays = (array.astype(mx.float32) for array in (q, k, v, g, beta))
@@ -221,8 +203,8 @@ def _by_kernel(
     return mx.concatenate(outputs, axis=1).astype(q.dtype), state
 
 
-@lru_cache
-def _fused(key_heads: int, key_width: int, value_heads: int, value_width: int) -> bool:
+@cache
+def kernel_agrees(key_heads: int, key_width: int, value_heads: int, value_width: int) -> bool:
     """Whether MLX has a kernel with a backward pass of its own for these heads, and it agrees with the chunks.
 
     Its presence is read off the graph of a gradient, because without one MLX falls back to a loop over tokens.
@@ -230,18 +212,19 @@ def _fused(key_heads: int, key_width: int, value_heads: int, value_width: int) -
     if mx.default_device() != mx.gpu or not mx.metal.is_available() or not hasattr(mx.fast, "gated_delta_update"):
         return False
     probe = _probe(key_heads, key_width, value_heads, value_width)
-    wanted, got = (_gradients(rule, probe) for rule in (_by_chunks, _by_kernel))
-    if "GatedDeltaUpdateVJP" not in _graph(got):
+    wanted, got = (_gradients(rule, probe) for rule in (by_chunks, by_kernel))
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *got)
+    if "GatedDeltaUpdateVJP" not in graph.getvalue():
         return False
     try:
-        mx.eval(got)
+        return all(mx.allclose(a, b, rtol=1e-3, atol=1e-4).item() for a, b in zip(got, wanted, strict=True))
     except RuntimeError:
         return False
-    return all(mx.allclose(a, b, rtol=1e-3, atol=1e-4).item() for a, b in zip(got, wanted, strict=True))
 
 
 def _probe(key_heads: int, key_width: int, value_heads: int, value_width: int) -> list[mx.array]:
-    """Random arguments of one row of 19 tokens."""
+    """Random arguments of one sequence of 19 tokens."""
     keys = mx.random.split(mx.random.key(0), 6)
     shapes = [(key_heads, key_width)] * 2 + [(value_heads, value_width)] + [(value_heads,)] * 2
     q, k, v, g, beta = (mx.random.normal((1, 19, *s), key=key) for s, key in zip(shapes, keys, strict=False))
@@ -256,9 +239,3 @@ def _gradients(rule: Any, arguments: list[mx.array]) -> list[mx.array]:
         return mx.square(y).sum() + mx.square(state).sum()
 
     return list(mx.grad(loss, argnums=list(range(6)))(*arguments))
-
-
-def _graph(arrays: list[mx.array]) -> str:
-    text = io.StringIO()
-    mx.export_to_dot(text, *arrays)
-    return text.getvalue()

@@ -1,41 +1,37 @@
 """A model in two parts: the trunk that makes hidden states, and the head that makes logits of them, by chunks.
 
-Letters: N positions, D width of a hidden state, V vocabulary, K candidates, n positions of a chunk.
+Letters: N positions, D width of a hidden state, V vocabulary, K ids of a position, n positions of a chunk.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
-from mlxrl.policy.adapters import leaves
-from mlxrl.policy.recompute import bound, dropout_key
+from mlxrl.policy.differentiate import after, bound, dropout_key, own_gradient, precomputed, trainable, vjp
 
 Values: TypeAlias = Callable[[mx.array, mx.array], tuple[mx.array, ...]]
+Logits: TypeAlias = Callable[..., mx.array]
 
 CHUNK = 2**25  # logits made at a time: 128 MiB of float32
-IN_FLIGHT = 100  # operations that MLX's CPU stream takes in, and allocates for, before the first of them has run
-
-_engaged = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     """trunk(tokens [B, T], cache) -> hidden [B, T, D]; project(hidden [..., D]) -> logits [..., V].
 
-    module() is the layer whose parameters `project` uses, None where it uses none. All three look their modules up
-    when they are called, so swapped adapters are seen.
+    module() is the layer whose parameters `project` uses, None where it uses none; project(hidden, layer) uses another
+    in its place. All three look their modules up when they are called, so swapped adapters are seen.
     """
 
     trunk: Callable[..., mx.array]
-    project: Callable[[mx.array], mx.array]
+    project: Callable[..., mx.array]
     understood: bool = True
     module: Callable[[], nn.Module | None] = lambda: None
 
@@ -47,7 +43,7 @@ def split(model: nn.Module) -> Head:
     """
     head = Head(
         lambda tokens, cache=None: _body(_owner(model))(tokens, cache),
-        lambda hidden: _project(model, hidden),
+        lambda hidden, layer=None: _project(_owner(model), hidden, layer),
         module=lambda: _module(_owner(model)),
     )
     if _agrees(model, head):
@@ -74,16 +70,11 @@ def _module(owner: Any) -> nn.Module:
     return body.embeddings if "embeddings" in body else body.embed_tokens
 
 
-def _project(model: nn.Module, hidden: mx.array) -> mx.array:
-    owner = _owner(model)
-    module: Any = _module(owner)
-    tied = "lm_head" not in owner
-    logits = module.as_linear(hidden) if tied else module(hidden)
-    return _adjusted(logits, getattr(owner, "args", None) or _body(owner).args, tied)
-
-
-def _adjusted(logits: mx.array, arguments: Any, tied: bool) -> mx.array:
-    """Scales and caps by the names that mlx-lm's models give them."""
+def _project(owner: Any, hidden: mx.array, layer: Any = None) -> mx.array:
+    """Logits, with the scales and caps by the names that mlx-lm's models give them."""
+    layer, tied = _module(owner) if layer is None else layer, "lm_head" not in owner
+    logits = layer.as_linear(hidden) if tied else layer(hidden)
+    arguments = getattr(owner, "args", None) or _body(owner).args
     if (scale := getattr(arguments, "logit_scale", None)) is not None:
         logits = logits * scale
     if (divisor := getattr(arguments, "logits_scaling", None)) is not None:
@@ -116,164 +107,134 @@ def score(
     entropy: bool = False,
     gradient: bool = True,
 ) -> tuple[mx.array, mx.array | None]:
-    """Log-probs of chosen ids, and entropy, of which no more than a chunk's logits exist at any time.
+    """Log-probs of ids, and entropy, of which no more than a chunk's logits exist at any time.
 
-    chosen[i, k] = z[i, ids[i, k]] - logsumexp_v z[i],   z = project(hidden) / temperature, in float32
+    logprobs[i, k] = z[i, ids[i, k]] - logsumexp_v z[i],   z = project(hidden) / temperature, in float32
     entropy[i] = logsumexp_v z[i] - sum_v softmax(z[i])_v z[i, v]
 
-    The backward pass makes the logits of a chunk again, except for one id a position under a head that is not
-    trained: d chosen / d hidden = project^T (e_id - softmax z) is then made with the logits, once.
+    The backward pass recomputes the logits of a chunk, except for one id a position under a head that is not trained:
+    d logprob / d hidden = project^T (e_id - softmax z) is then made with the logits, once.
 
     Args:
         hidden: [N, D]; ids: [N] or [N, K], constants.
         gradient: whether a backward pass will follow. A wrong answer costs time and nothing else.
     Returns:
-        chosen, shaped like `ids`, and entropy [N], None unless it is asked for; float32, nats.
+        log-probs, shaped like `ids`, and entropy [N], None unless it is asked for; float32, nats.
     """
-    global _engaged
-    _engaged += 1
-    logits, trained, rows = _logits(head, hidden, temperature)
-    candidates = mx.stop_gradient(ids.reshape(ids.shape[0], -1))
-    if not trained and not entropy and candidates.shape[1] == 1:
-        chosen, spread = (_with_slopes if gradient else _alone)(logits, rows)(hidden, candidates)[0], None
-    else:
-        values = partial(_values, entropy=entropy)
-        chosen, spread = _made_again(logits, rows, values)(hidden, candidates, *trained)
-    return chosen.reshape(ids.shape), spread[:, 0] if entropy and spread is not None else None
+    logits, trained, size = _logits(head, hidden, temperature)
+    columns = mx.stop_gradient(ids.reshape(ids.shape[0], -1))
+    if trained or entropy or columns.shape[1] > 1:
+        values = partial(_logprobs_and_entropy, entropy=entropy)
+        logprobs, spread = _recomputed(logits, size, values)(hidden, columns, *trained)
+        return logprobs.reshape(ids.shape), spread[:, 0] if entropy else None
+    chosen = _with_gradient(logits, size) if gradient else _without_gradient(logits, size)
+    return chosen(hidden, columns).reshape(ids.shape), None
 
 
-def compared(
+def compare(
     head: Head, hidden: mx.array, others: mx.array, values: Values, temperature: float = 1.0
 ) -> tuple[mx.array, ...]:
     """What `values(logits [n, V], others [n, ...])` makes of every chunk, arrays of n rows each, as arrays of N.
 
-    The gradient flows through the logits, which the backward pass makes again. hidden: [N, D]; others: [N, ...].
+    The gradient flows through the logits, which the backward pass recomputes. hidden: [N, D]; others: [N, ...].
     Chunks are an eighth of the usual: a comparison makes several arrays of the size of the logits.
     """
-    logits, trained, rows = _logits(head, hidden, temperature)
-    return _made_again(logits, max(1, rows // 8), values)(hidden, mx.stop_gradient(others), *trained)
+    logits, trained, size = _logits(head, hidden, temperature)
+    return tuple(_recomputed(logits, max(1, size // 8), values)(hidden, mx.stop_gradient(others), *trained))
 
 
-def _logits(head: Head, hidden: mx.array, temperature: float) -> tuple[Callable[..., mx.array], list[mx.array], int]:
-    """(hidden, trained leaves of the head) -> logits in float32, those leaves, and the rows of a chunk."""
+def _logits(head: Head, hidden: mx.array, temperature: float) -> tuple[Logits, list[mx.array], int]:
+    """(hidden, trained leaves of the head) -> logits in float32, those leaves, and the positions of a chunk."""
     module = head.module()
-    trained = [] if module is None else leaves(module.trainable_parameters())
-    key = None if module is None else dropout_key(module)
+    names, trained = trainable(module)
+    key = dropout_key(module)
 
     def logits(hidden: mx.array, *own: mx.array) -> mx.array:
-        parameters = tree_unflatten([(name, leaf) for (name, _), leaf in zip(trained, own, strict=True)])
-        with bound(module, parameters, key):
+        with bound(module, names, own, key):
             return head.project(hidden).astype(mx.float32) / temperature
 
-    return logits, [leaf for _, leaf in trained], max(1, CHUNK // head.project(hidden[:1]).shape[-1])
+    return logits, trained, max(1, CHUNK // head.project(hidden[:1]).shape[-1])
 
 
-def scored() -> int:
-    """How often `score` has been called, or traced, since the start."""
-    return _engaged
-
-
-def _values(z: mx.array, ids: mx.array, entropy: bool) -> tuple[mx.array, mx.array]:
-    """chosen [n, K] and entropy [n, 1] (0 unless asked for) of logits [n, V]."""
+def _logprobs_and_entropy(z: mx.array, ids: mx.array, entropy: bool) -> tuple[mx.array, mx.array]:
+    """Log-probs [n, K] and entropy [n, 1] (0 unless asked for) of logits [n, V]."""
     normaliser = mx.logsumexp(z, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(z, ids, axis=-1) - normaliser
+    logprobs = mx.take_along_axis(z, ids, axis=-1) - normaliser
     if not entropy:
-        return chosen, mx.zeros_like(normaliser)
-    return chosen, normaliser - (mx.softmax(z, axis=-1) * z).sum(axis=-1, keepdims=True)
+        return logprobs, mx.zeros_like(normaliser)
+    return logprobs, normaliser - (mx.softmax(z, axis=-1) * z).sum(axis=-1, keepdims=True)
 
 
-def _chosen(z: mx.array, ids: mx.array) -> tuple[mx.array, mx.array]:
-    """chosen [n, 1] and softmax z [n, V], each exponential computed once.
+def _logprobs_and_softmax(z: mx.array, ids: mx.array) -> tuple[mx.array, mx.array]:
+    """Log-probs [n, 1] and softmax z [n, V], each exponential computed once.
 
-    logsumexp z = max z - log max softmax z, and the likeliest token's probability, at least 1/V, has a logarithm.
+    logsumexp z = max z - log max softmax z, and the largest probability, at least 1/V, has a logarithm.
     """
     p = mx.softmax(z, axis=-1)
     normaliser = z.max(axis=-1, keepdims=True) - mx.log(p.max(axis=-1, keepdims=True))
     return mx.take_along_axis(z, ids, axis=-1) - normaliser, p
 
 
-def _alone(logits: Callable[..., mx.array], rows: int) -> Callable[..., tuple[mx.array, ...]]:
-    """(hidden [N, D], ids [N, 1]) -> chosen [N, 1], without a gradient."""
+def _without_gradient(logits: Logits, size: int) -> Callable[..., mx.array]:
+    """(hidden [N, D], ids [N, 1]) -> log-probs [N, 1]."""
 
     def chunk(hidden: mx.array, ids: mx.array) -> tuple[mx.array, ...]:
-        return (_chosen(logits(hidden), ids)[0],)
+        return (_logprobs_and_softmax(logits(hidden), ids)[0],)
 
-    return lambda hidden, ids: _stacked(_one_by_one(chunk, rows, hidden, ids))
+    return lambda hidden, ids: _by_chunks(chunk, size, hidden, ids)[0]
 
 
-def _with_slopes(logits: Callable[..., mx.array], rows: int) -> Callable[..., tuple[mx.array, ...]]:
-    """(hidden [N, D], ids [N, 1]) -> chosen [N, 1] and d chosen / d hidden [N, D]."""
+def _with_gradient(logits: Logits, size: int) -> Callable[..., mx.array]:
+    """(hidden [N, D], ids [N, 1]) -> log-probs [N, 1], and d logprobs / d hidden [N, D] made with them."""
 
     def chunk(hidden: mx.array, ids: mx.array) -> tuple[mx.array, ...]:
         z = logits(hidden)
-        chosen, p = _chosen(z, ids)
+        logprobs, p = _logprobs_and_softmax(z, ids)
         if z.size >= CHUNK // 64:  # the logits are gone by then, and the next line writes over p
-            (p,) = mx.depends([p], [_reached((chosen,))])
+            p = after([logprobs], p)
         missed = p.at[mx.arange(len(z)), ids[:, 0]].add(-1)
-        (slope,) = mx.vjp(logits, [hidden], [missed])[1]
-        (chosen,) = mx.depends([chosen], [slope])  # together, or the logits would wait for the backward pass
-        return chosen, -slope
+        (gradient,) = vjp(lambda hidden: [logits(hidden)], [hidden], [missed])
+        (logprobs,) = mx.depends([logprobs], [gradient])  # together, or the logits would wait for the backward pass
+        return logprobs, -gradient
 
-    def forward(hidden: mx.array, ids: mx.array) -> tuple[mx.array, ...]:
-        return _stacked(_one_by_one(chunk, rows, hidden, ids))
+    def whole(hidden: mx.array, ids: mx.array) -> tuple[mx.array, list[mx.array]]:
+        logprobs, gradient = _by_chunks(chunk, size, hidden, ids)
+        return logprobs, [gradient]
 
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
-        return (cotangents[0] * outputs[1]).astype(primals[0].dtype), mx.zeros_like(primals[1])
-
-    return _differentiated(forward, backward)
+    return precomputed(whole)
 
 
-def _made_again(logits: Callable[..., mx.array], rows: int, values: Values) -> Callable[..., tuple[mx.array, ...]]:
+def _recomputed(logits: Logits, size: int, values: Values) -> Callable[..., list[mx.array]]:
     """(hidden [N, D], others [N, ...], leaves of the head) -> values(logits, others), each [N, ...]."""
 
-    def forward(hidden: mx.array, others: mx.array, *leaves: mx.array) -> tuple[mx.array, ...]:
-        return _stacked(_one_by_one(lambda h, o: values(logits(h, *leaves), o), rows, hidden, others))
+    def forward(hidden: mx.array, others: mx.array, *leaves: mx.array) -> list[mx.array]:
+        return _by_chunks(lambda part, other: values(logits(part, *leaves), other), size, hidden, others)
 
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
+    def backward(primals: list[mx.array], cotangents: list[mx.array], _: Any) -> list[mx.array]:
         hidden, others, *leaves = primals
-        totals = [mx.zeros_like(leaf) for leaf in leaves]
+        gradients, totals = list[mx.array](), [mx.zeros_like(leaf) for leaf in leaves]
+        for part, other, *given in _chunks(size, hidden, others, *cotangents):
 
-        def chunk(hidden: mx.array, others: mx.array, *cotangents: mx.array) -> tuple[mx.array, ...]:
-            def again(hidden: mx.array, *leaves: mx.array) -> list[mx.array]:
-                return list(values(logits(hidden, *leaves), others))
+            def again(part: mx.array, *leaves: mx.array, other: mx.array = other) -> tuple[mx.array, ...]:
+                return values(logits(part, *leaves), other)
 
-            slope, *more = mx.vjp(again, [hidden, *leaves], list(cotangents))[1]
-            totals[:] = [total + extra for total, extra in zip(totals, more, strict=True)]
-            return slope, *totals
+            begin = after([gradients[-1], *totals], part) if gradients else part
+            gradient, *more = vjp(again, [begin, *leaves], given)
+            gradients.append(gradient)
+            totals = [total + extra for total, extra in zip(totals, more, strict=True)]
+        return [mx.concatenate(gradients), mx.zeros_like(others), *totals]
 
-        parts = _one_by_one(chunk, rows, hidden, others, *cotangents)
-        return mx.concatenate([part[0] for part in parts]), mx.zeros_like(others), *totals
-
-    return _differentiated(forward, backward)
-
-
-def _differentiated(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a gradient of its own, backward(arguments, cotangents, outputs)."""
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    return function
+    return own_gradient(forward, backward)
 
 
-def _stacked(parts: list[tuple[mx.array, ...]]) -> tuple[mx.array, ...]:
-    return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
-
-
-def _one_by_one(chunk: Callable[..., tuple[mx.array, ...]], rows: int, *arrays: mx.array) -> list[tuple[mx.array, ...]]:
-    """Results of chunks of `rows` rows, none of which is begun before the one before it is there.
-
-    MLX would evaluate independent chunks side by side, and hold the logits of all.
-    """
+def _by_chunks(chunk: Callable[..., tuple[mx.array, ...]], size: int, *arrays: mx.array) -> list[mx.array]:
+    """The results of chunks, put together; none is begun before the one before it is there."""
     results: list[tuple[mx.array, ...]] = []
-    for first, *others in zip(*(mx.split(a, list(range(rows, len(a), rows))) for a in arrays), strict=True):
-        if results:
-            (first,) = mx.depends([first], [_reached(results[-1])])
-        results.append(chunk(first, *others))
-    return results
+    for first, *others in _chunks(size, *arrays):
+        results.append(chunk(after(results[-1], first) if results else first, *others))
+    return [mx.concatenate(list(column)) for column in zip(*results, strict=True)]
 
 
-def _reached(arrays: tuple[mx.array, ...]) -> mx.array:
-    """A scalar that exists after some arrays do; on the CPU also after so many operations that they have run."""
-    (mark,) = mx.depends([mx.zeros(1)], list(arrays))
-    for _ in range(IN_FLIGHT if mx.default_device() == mx.cpu else 0):
-        mark = mark + 0
-    return mark
+def _chunks(size: int, *arrays: mx.array) -> Iterator[tuple[mx.array, ...]]:
+    """Arrays cut along their first axis, `size` rows at a time."""
+    return zip(*(mx.split(array, list(range(size, len(array), size))) for array in arrays), strict=True)

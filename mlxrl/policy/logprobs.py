@@ -1,67 +1,78 @@
-"""Log-probs of chosen tokens under a policy, with gradient. The one place where predictions are shifted."""
+"""Log-probs of tokens under a policy, with gradient. The one place where predictions are shifted.
+
+Besides, what distillation asks of a teacher and of a student: top-k log-probs, hidden states, and the divergence of two
+models over the whole vocabulary. No more than a chunk's logits exist at any time. Letters: B sequences, T tokens,
+N sampled tokens, D width of a hidden state, V vocabulary, K ids of a token, n tokens of a chunk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from mlxrl.policy.activations import lean
-from mlxrl.policy.gated_delta import chunked
+from mlxrl.policy.head import compare as compare_chunks
 from mlxrl.policy.head import score
-from mlxrl.policy.prefix import hidden_states
+from mlxrl.policy.lora import base_of
+from mlxrl.policy.prefix import PrefixRun, hidden_states
 from mlxrl.types import Logprobs, MicroBatch
 
 if TYPE_CHECKING:
-    from mlxrl.policy.load import Policy
+    from mlxrl.policy.policy import Policy
+
+Divergence: TypeAlias = Callable[[mx.array, mx.array], mx.array]
 
 
 def logprobs(
     policy: Policy,
-    batch: MicroBatch,
+    micro_batch: MicroBatch,
     *,
     entropy: bool = False,
-    candidates: mx.array | None = None,
+    top_ids: mx.array | None = None,
     compare: Callable[[mx.array], mx.array] | None = None,
-    observed: bool = False,
+    observations: bool = False,
     gradient: bool = True,
+    prefix: PrefixRun | None = None,
 ) -> Logprobs:
-    """Log-prob of every sampled token of a minibatch, at the temperature it was sampled at.
+    """Log-prob of every sampled token of a micro-batch, at the temperature it was sampled at.
 
-    chosen[b, t] = log softmax(logits / temperature)[tokens[b, t]]   where mask[b, t] = 1, else 0
+    token_logprobs[b, t] = log softmax(logits / temperature)[tokens[b, t]]   where mask[b, t] = 1, else 0
 
-    Logits are made of the hidden states that predict a sampled token, and of no others, and by chunks.
+    Logits are made of the hidden states that predict a sampled token, and of no others, and by chunks; all that is
+    asked for comes from one pass of the model.
 
     Args:
-        candidates: [B, T, K] ids to score instead of the tokens.
+        top_ids: [B, T, K] ids that are scored besides the tokens.
         compare: from the hidden states [N, D] that predict the N sampled tokens, row by row, to a divergence [N].
-        observed: whether the tokens of the minibatch's `observed` are scored too, out of the same pass.
+        observations: whether the tokens of the micro-batch's `observation_mask` are scored too.
         gradient: whether a backward pass will follow; a wrong answer costs time and nothing else.
+        prefix: the run of the micro-batch's prefix, where it has run already.
     Returns:
-        Logprobs of [B, T] float32 arrays, nats; `chosen` is [B, T, K] where candidates are given, `entropy` is None
-        unless it is asked for.
+        float32 arrays [B, T], nats; top_logprobs is [B, T, K]. What was not asked for is None.
     """
-    flat = _states(policy, batch)
-    index, inverse = _positions(np.array(batch.mask) > 0)
-    hidden = flat[index]
-    sampled = mx.array(np.flatnonzero(np.array(batch.mask)))
-    ids = (batch.tokens if candidates is None else candidates).reshape(batch.tokens.size, -1)[sampled]
-    chosen, spread = score(policy.head, hidden, ids, temperature=batch.temperature, entropy=entropy, gradient=gradient)
-    if candidates is None:
-        chosen = chosen[:, 0]
+    states = _states(policy, micro_batch, prefix)
+    index, inverse = _positions(np.array(micro_batch.mask) > 0)
+    hidden = states[index]
+    sampled = mx.array(np.flatnonzero(np.array(micro_batch.mask)))
+    ids = micro_batch.tokens[..., None]
+    if top_ids is not None:
+        ids = mx.concatenate([ids, top_ids], axis=-1)
+    found, spread = score(
+        policy.head, hidden, ids.reshape(micro_batch.tokens.size, -1)[sampled],
+        temperature=micro_batch.temperature, entropy=entropy, gradient=gradient,
+    )  # fmt: skip
     return Logprobs(
-        scattered(chosen, inverse),
+        scattered(found[:, 0], inverse),
         None if spread is None else scattered(spread, inverse),
-        divergence=None if compare is None else scattered(compare(hidden), inverse),
-        observation_logprobs=_observed(policy, batch, flat, gradient) if observed else None,
+        None if top_ids is None else scattered(found[:, 1:], inverse),
+        None if compare is None else scattered(compare(hidden), inverse),
+        _of_observations(policy, micro_batch, states, gradient) if observations else None,
     )
 
 
-def _observed(policy: Policy, batch: MicroBatch, states: mx.array, gradient: bool) -> mx.array:
+def _of_observations(policy: Policy, batch: MicroBatch, states: mx.array, gradient: bool) -> mx.array:
     """[B, T] log-probs of the tokens that an environment wrote, 0 elsewhere."""
     assert batch.observation_mask is not None
     written = np.array(batch.observation_mask) > 0
@@ -73,15 +84,68 @@ def _observed(policy: Policy, batch: MicroBatch, states: mx.array, gradient: boo
     return scattered(found[:, 0], inverse)
 
 
-def predicting(policy: Policy, batch: MicroBatch) -> tuple[mx.array, mx.array]:
+def top_k(policy: Policy, batch: MicroBatch, k: int, prefix: PrefixRun | None = None) -> tuple[mx.array, mx.array]:
+    """Ids [B, T, K] and log-probs [B, T, K] of the K most likely tokens at every sampled one, in no order."""
+    hidden, inverse = _predicting(policy, batch, prefix)
+
+    def best(logits: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+        count = min(k, logits.shape[-1])
+        ids = mx.argpartition(-logits, kth=count - 1, axis=-1)[:, :count]
+        values = mx.take_along_axis(logits, ids, axis=-1) - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return ids.astype(mx.int32), values
+
+    ids, values = compare_chunks(policy.head, hidden, hidden, best, batch.temperature)
+    return scattered(ids, inverse), scattered(values, inverse)
+
+
+def hidden_at(policy: Policy, batch: MicroBatch, prefix: PrefixRun | None = None) -> mx.array:
+    """[B, T, D] the hidden states that predict the sampled tokens, 0 elsewhere."""
+    return scattered(*_predicting(policy, batch, prefix))
+
+
+def divergence_from(
+    teacher: Policy, student: Policy, batch: MicroBatch, divergence: Divergence, *, adapters: bool = True
+) -> Callable[[mx.array], mx.array]:
+    """From the student's hidden states [N, D] to the divergence [N] of a micro-batch that has the teacher's.
+
+    divergence(log softmax(student logits / temperature), log softmax(teacher logits / temperature)), [n, V] each; where
+    the models pad their vocabularies to different sizes, over what both have.
+
+    Args:
+        adapters: whether the teacher's head has its adapter, where it has one.
+    """
+    assert batch.teacher_hidden is not None
+    sampled = mx.array(np.flatnonzero(np.array(batch.mask)))
+    others = batch.teacher_hidden.reshape(batch.mask.size, -1)[sampled]
+
+    def values(logits: mx.array, others: mx.array) -> tuple[mx.array]:
+        theirs = _project(teacher, others, adapters).astype(mx.float32) / batch.temperature
+        width = min(logits.shape[-1], theirs.shape[-1])
+        return (divergence(log_softmax(logits[:, :width]), log_softmax(theirs[:, :width])),)
+
+    return lambda hidden: compare_chunks(student.head, hidden, others, values, batch.temperature)[0]
+
+
+def _project(policy: Policy, hidden: mx.array, adapters: bool) -> mx.array:
+    layer = None if adapters else policy.head.module()
+    base = None if layer is None else base_of(layer)
+    return policy.head.project(hidden) if base is None else policy.head.project(hidden, base)
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """[..., V] logits less their logsumexp."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _predicting(policy: Policy, batch: MicroBatch, prefix: PrefixRun | None) -> tuple[mx.array, mx.array]:
     """Hidden states [N, D] that predict the N sampled tokens, row by row, and [B, T] the number of each among them."""
     index, inverse = _positions(np.array(batch.mask) > 0)
-    return _states(policy, batch)[index], inverse
+    return _states(policy, batch, prefix)[index], inverse
 
 
-def _states(policy: Policy, batch: MicroBatch) -> mx.array:
-    """[1 + B (T - 1), D] hidden states: the prefix's last, zeros without one, and those of the rows but their last."""
-    last, rows = hidden_states(policy.model, policy.head, batch.prefix, batch.tokens)
+def _states(policy: Policy, batch: MicroBatch, prefix: PrefixRun | None) -> mx.array:
+    """[1 + B (T-1), D] hidden states: the prefix's last, zeros without one, and the sequences' but their last."""
+    last, rows = hidden_states(policy, batch, prefix)
     first = mx.zeros((1, rows.shape[-1]), rows.dtype) if last is None else last[None]
     return mx.concatenate([first, rows.reshape(-1, rows.shape[-1])])
 
@@ -89,7 +153,7 @@ def _states(policy: Policy, batch: MicroBatch) -> mx.array:
 def _positions(mask: np.ndarray) -> tuple[mx.array, mx.array]:
     """Where the N sampled tokens' predictions lie, and where they go.
 
-    index [N]: row of [last of the prefix; rows flattened], that of the token before: the shift.
+    index [N]: row of [last of the prefix; sequences flattened], that of the token before: the shift.
     inverse [B, T]: entry of the N, N itself where nothing was sampled.
     """
     row, column = np.nonzero(mask)
@@ -100,24 +164,5 @@ def _positions(mask: np.ndarray) -> tuple[mx.array, mx.array]:
 
 
 def scattered(values: mx.array, inverse: mx.array) -> mx.array:
-    """Values [N, ...] of the sampled tokens in their places, [B, T, ...], 0 elsewhere."""
+    """Values [N, ...] of the sampled tokens at their positions, [B, T, ...], 0 elsewhere."""
     return mx.concatenate([values, mx.zeros((1, *values.shape[1:]), values.dtype)])[inverse]
-
-
-@contextmanager
-def training(model: nn.Module, *, dropout: bool = False) -> Generator[None]:
-    """Put a model in training mode for a pass, its dropout layers only where asked for; then back to evaluation.
-
-    Kernels without a gradient, and router indices that must be constants, are chosen by this mode; linear
-    attention goes by chunks, and gated activations keep what they need.
-    """
-    model.train()
-    try:
-        if not dropout:
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.eval()
-        with chunked(), lean(model):
-            yield
-    finally:
-        model.eval()

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import mlx.core as mx
 
 from mlxrl.errors import did_you_mean
-from mlxrl.policy.load import Policy
+from mlxrl.policy.policy import Policy
 from mlxrl.rollout.decode import Loop
 from mlxrl.rollout.play import Bounds, Limits, Play
 from mlxrl.rollout.render import render

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import mlx.core as mx
 
-from mlxrl.policy.load import Policy
+from mlxrl.policy.policy import Policy
 from mlxrl.rewards import earned
 from mlxrl.rollout.decode import Loop
 from mlxrl.rollout.pool import Call, Pool

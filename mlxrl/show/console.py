@@ -26,7 +26,7 @@ from mlxrl.show.row import HEADING, Row, row
 from mlxrl.types import Group, Trajectory
 
 if TYPE_CHECKING:
-    from mlxrl.policy.adapters import Adapted
+    from mlxrl.policy.lora import Adapted
     from mlxrl.train.loop import Step
 
 HEADING_EVERY = 20

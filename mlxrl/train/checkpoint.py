@@ -11,8 +11,8 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.files import replacing, write_text
-from mlxrl.policy.adapters import load_weights
-from mlxrl.policy.load import Policy
+from mlxrl.policy.lora import load_weights
+from mlxrl.policy.policy import Policy
 
 
 def save(folder: Path, policy: Policy, optimizer: optim.Optimizer, step: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from mlxrl.policy.load import Policy
+from mlxrl.policy.policy import Policy
 from mlxrl.rewards import require_scores, rewards_of, score
 from mlxrl.rewards.scoring import RewardLike
 from mlxrl.rollout.episodes import refuse_limits, rollout

@@ -1,41 +1,32 @@
-"""A pass over a minibatch that gives everything its loss looks at."""
+"""A pass over a micro-batch that gives everything its loss looks at."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import mlx.core as mx
-
 from mlxrl.algo.probe import comparison_of
-from mlxrl.policy.compare import divergence_from
-from mlxrl.policy.load import Policy
-from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.logprobs import divergence_from, logprobs
+from mlxrl.policy.policy import Policy
+from mlxrl.policy.prefix import PrefixRun
 from mlxrl.train.teacher import Teacher
 from mlxrl.types import Algorithm, Logprobs, MicroBatch
 
 
-def with_tokens(minibatch: MicroBatch) -> mx.array:
-    """[B, T, 1+K] the tokens and, behind each, its candidates."""
-    assert minibatch.top_ids is not None
-    return mx.concatenate([minibatch.tokens[..., None], minibatch.top_ids], axis=-1)
-
-
-def forward(policy: Policy, minibatch: MicroBatch, algo: Algorithm, teacher: Teacher | None = None) -> Logprobs:
-    """Log-probs of the tokens and of the candidates, entropy where it is needed, and the divergence from a teacher's.
-
-    One pass of the model: all of it is computed from the same hidden states.
-    """
-    compared, compare, ids = comparison_of(algo), None, None
+def forward(
+    policy: Policy,
+    micro_batch: MicroBatch,
+    algo: Algorithm,
+    teacher: Teacher | None = None,
+    prefix: PrefixRun | None = None,
+) -> Logprobs:
+    """Log-probs of the tokens and of the top ids, entropy where it is needed, and the divergence from a teacher's."""
+    compared, compare = comparison_of(algo), None
     if compared is not None and compared.divergence is not None and teacher is not None:
-        compare = divergence_from(teacher.policy, teacher.seated, policy, minibatch, compared.divergence)
-    if minibatch.top_ids is not None:
-        ids = with_tokens(minibatch)
-    observed = "observations" in algo.needs
-    new = logprobs(
-        policy, minibatch, entropy="entropy" in algo.needs, candidates=ids, compare=compare, observed=observed
-    )
-    return (
-        new
-        if ids is None
-        else replace(new, token_logprobs=new.token_logprobs[..., 0], top_logprobs=new.token_logprobs[..., 1:])
+        compare = divergence_from(teacher.policy, policy, micro_batch, compared.divergence, adapters=not teacher.base)
+    return logprobs(
+        policy,
+        micro_batch,
+        entropy="entropy" in algo.needs,
+        top_ids=micro_batch.top_ids,
+        compare=compare,
+        observations="observations" in algo.needs,
+        prefix=prefix,
     )

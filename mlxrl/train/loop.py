@@ -16,7 +16,7 @@ import numpy as np
 from mlxrl.algo.echo import at_step
 from mlxrl.algo.probe import candidates_kept, uses_rewards
 from mlxrl.data import cycle
-from mlxrl.policy.load import Policy
+from mlxrl.policy.policy import Policy
 from mlxrl.rewards import Rewards, require_scores, rewards_of, score
 from mlxrl.rewards.scoring import RewardLike
 from mlxrl.rollout.episodes import refuse_limits, rollout

@@ -93,13 +93,13 @@ def totals_of(groups: Sequence[Group], heard: int, observations: int = 0) -> Tot
 
 def _minibatches(groups: Sequence[Sequence[Row]], budget: int) -> Iterator[MicroBatch]:
     alone: list[Row] = []
-    for group in chain.from_iterable(map(_alike, groups)):
+    for number, group in enumerate(chain.from_iterable(map(_alike, groups))):
         if len(group[0].prompt) * (len(group) - 1) >= SHARE_FROM:
-            yield from _batches(group, len(group[0].prompt), budget)
+            yield from _batches(group, budget, prefix_id=number)
         else:
             alone += [with_prompt(row) for row in group]
     for temperature in sorted({row.temperature for row in alone}):
-        yield from _batches([row for row in alone if row.temperature == temperature], 0, budget)
+        yield from _batches([row for row in alone if row.temperature == temperature], budget)
 
 
 def _alike(group: Sequence[Row]) -> Iterator[list[Row]]:
@@ -110,12 +110,11 @@ def _alike(group: Sequence[Row]) -> Iterator[list[Row]]:
     yield from prompts.values()
 
 
-def _batches(rows: Sequence[Row], prefix: int, budget: int) -> Iterator[MicroBatch]:
-    """Passes over rows of like length, the shortest first."""
+def _batches(rows: Sequence[Row], budget: int, prefix_id: int | None = None) -> Iterator[MicroBatch]:
+    """Passes over rows of like length and one prompt, the shortest first."""
     ordered = sorted(rows, key=lambda row: row.length)
-    shared = mx.array(rows[0].prompt, mx.int32) if rows else None
-    for start, end in _cuts([row.length for row in ordered], budget - prefix):
-        yield minibatch(ordered[start:end], shared)
+    for start, end in _cuts([row.length for row in ordered], budget - len(rows[0].prompt)):
+        yield micro_batch(ordered[start:end], prefix_id)
 
 
 def _cuts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
@@ -151,15 +150,15 @@ def widest(prompt: int, completion: int, group: int, groups: int, budget: int) -
     return prefix, min(rows, max(1, (budget - prefix) // tokens)), tokens
 
 
-def minibatch(rows: Sequence[Row], prefix: mx.array | None = None) -> MicroBatch:
-    """Rows of one prefix, padded to the same length; those that are given one array as prefix run it once."""
+def micro_batch(rows: Sequence[Row], prefix_id: int | None = None) -> MicroBatch:
+    """Rows of one prefix, padded to the same length."""
     width = max(row.length for row in rows)
 
     def stacked(name: str) -> mx.array:
         return mx.array(np.stack([_padded(getattr(row, name), width) for row in rows]))
 
     return MicroBatch(
-        prefix=mx.array(rows[0].prompt, mx.int32) if prefix is None else prefix,
+        prefix=mx.array(rows[0].prompt, mx.int32),
         tokens=stacked("tokens"),
         mask=stacked("mask"),
         advantages=stacked("advantage"),
@@ -168,6 +167,7 @@ def minibatch(rows: Sequence[Row], prefix: mx.array | None = None) -> MicroBatch
         top_ids=None if rows[0].candidates is None else stacked("candidates"),
         trajectories=tuple(row.number for row in rows),
         observation_mask=None if rows[0].observed is None else stacked("observed"),
+        prefix_id=prefix_id,
     )
 
 

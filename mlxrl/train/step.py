@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -14,15 +13,15 @@ from mlx.utils import tree_map
 
 from mlxrl.algo import finish
 from mlxrl.algo.probe import comparison_of
-from mlxrl.policy.adapters import leaves, without_adapters
-from mlxrl.policy.load import Policy
-from mlxrl.policy.logprobs import logprobs, training
-from mlxrl.policy.prefix import kept_prefix
-from mlxrl.policy.recompute import recomputed
-from mlxrl.train.forward import forward, with_tokens
+from mlxrl.policy.differentiate import leaves
+from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.modes import scoring, training
+from mlxrl.policy.policy import Policy
+from mlxrl.policy.prefix import PrefixRun
+from mlxrl.train.forward import forward
 from mlxrl.train.teacher import Teacher, taught, teacher_of
-from mlxrl.train.units import unit_gradient, units
-from mlxrl.types import Algorithm, Batch, Metrics, MicroBatch
+from mlxrl.train.units import unit_gradient, units, with_prefix_runs
+from mlxrl.types import Algorithm, Batch, Logprobs, Metrics, MicroBatch
 
 
 def update(
@@ -81,41 +80,37 @@ def fill(
 
     All come from the function that the loss uses, so that equal weights give equal numbers.
     """
-    compared = None if algo is None else comparison_of(algo)
     found = list(batch.micro_batches)
-    if "teacher" in needs:
-        assert teacher is not None or not any(map(_untaught, found))
-        with kept_prefix():
-            found = [taught(teacher, m, compared, batch.groups) if teacher and _untaught(m) else m for m in found]
-    if "old" in needs:
-        with kept_prefix():
-            found = [replace(m, **_old(policy, m)) if m.old_logprobs is None else m for m in found]
-    if "reference" in needs:
-        with kept_prefix(), without_adapters(policy.model):
+    if "teacher" in needs and any(map(_untaught, found)):
+        assert teacher is not None
+        found = taught(teacher, found, None if algo is None else comparison_of(algo), batch.groups)
+    if "old" in needs and any(m.old_logprobs is None for m in found):
+        with scoring(policy):
+            found = [replace(m, **_old(policy, m, run)) for m, run in with_prefix_runs(policy, found)]
+    if "reference" in needs and any(m.reference_logprobs is None for m in found):
+        with scoring(policy, adapters=False):
             found = [
-                replace(m, reference_logprobs=_fixed(policy, m)) if m.reference_logprobs is None else m for m in found
+                replace(m, reference_logprobs=_fixed(policy, m, run).token_logprobs)
+                for m, run in with_prefix_runs(policy, found)
             ]
     return replace(batch, micro_batches=tuple(found))
 
 
-def _untaught(minibatch: MicroBatch) -> bool:
-    found = (minibatch.teacher_logprobs, minibatch.teacher_top_logprobs, minibatch.teacher_hidden)
+def _untaught(micro_batch: MicroBatch) -> bool:
+    found = (micro_batch.teacher_logprobs, micro_batch.teacher_top_logprobs, micro_batch.teacher_hidden)
     return all(array is None for array in found)
 
 
-def _old(policy: Policy, minibatch: MicroBatch) -> dict[str, mx.array]:
-    """Log-probs at the present weights, of the tokens and of the candidates where there are any."""
-    if minibatch.top_ids is None:
-        return {"old_logprobs": _fixed(policy, minibatch)}
-    both = _fixed(policy, minibatch, with_tokens(minibatch))
-    return {"old_logprobs": both[..., 0], "old_top_logprobs": both[..., 1:]}
+def _old(policy: Policy, micro_batch: MicroBatch, run: PrefixRun | None) -> dict[str, mx.array | None]:
+    """Log-probs at the present weights, of the tokens and of the top ids where there are any."""
+    found = _fixed(policy, micro_batch, run, micro_batch.top_ids)
+    return {"old_logprobs": found.token_logprobs, "old_top_logprobs": found.top_logprobs}
 
 
-def _fixed(policy: Policy, minibatch: MicroBatch, candidates: mx.array | None = None) -> mx.array:
-    with training(policy.model):
-        chosen = mx.stop_gradient(logprobs(policy, minibatch, candidates=candidates, gradient=False).token_logprobs)
-        mx.eval(chosen)  # the pass's activations end here
-    return chosen
+def _fixed(policy: Policy, micro_batch: MicroBatch, run: PrefixRun | None, top_ids: mx.array | None = None) -> Logprobs:
+    found = logprobs(policy, micro_batch, top_ids=top_ids, gradient=False, prefix=run)
+    mx.eval(found.token_logprobs, found.top_logprobs)  # the pass's activations end here
+    return found
 
 
 def gradient(
@@ -124,20 +119,20 @@ def gradient(
     """Metrics and gradient of a batch, summed over its minibatches; no gradient where it has none.
 
     Args:
-        recompute: keep the inputs of layers only and run each again on the way back: a third more time, and memory
+        recompute: keep the inputs of layers only and run each again in the backward pass: a third more time, and memory
             that hardly grows with depth. The gradient is the same.
     Returns:
         metrics as floats, and a tree like the policy's trainable parameters.
     """
 
-    def loss(minibatch: MicroBatch) -> tuple[mx.array, Metrics]:
-        new = forward(policy, minibatch, algo, teacher)
-        return algo.loss(new, minibatch, batch.totals)
+    def loss(micro_batch: MicroBatch, prefix: PrefixRun | None) -> tuple[mx.array, Metrics]:
+        new = forward(policy, micro_batch, algo, teacher, prefix)
+        return algo.loss(new, micro_batch, batch.totals)
 
     metrics: Metrics = {}
     total: Any = None
     dropout = policy.lora is not None and policy.lora.dropout > 0
-    with training(policy.model, dropout=dropout), recomputed(policy.model) if recompute else nullcontext():
+    with training(policy, recompute, dropout):
         for unit in units(batch.micro_batches, policy.shares_prefix):
             found, gradients = unit_gradient(policy, unit, loss)
             total = gradients if total is None else tree_map(mx.add, total, gradients)

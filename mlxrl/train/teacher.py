@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -11,13 +10,14 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from mlxrl.policy.adapters import without_adapters
-from mlxrl.policy.compare import hidden_at, likeliest
-from mlxrl.policy.load import Policy
-from mlxrl.policy.logprobs import logprobs, training
+from mlxrl.policy.logprobs import hidden_at, logprobs, top_k
+from mlxrl.policy.modes import scoring
+from mlxrl.policy.policy import Policy
+from mlxrl.policy.prefix import PrefixRun
 from mlxrl.rollout.render import render
-from mlxrl.train.pack import minibatch as packed
+from mlxrl.train.pack import micro_batch as packed
 from mlxrl.train.rows import first_chosen, row_of, with_prompt
+from mlxrl.train.units import with_prefix_runs
 from mlxrl.types import Algorithm, Comparison, Group, MicroBatch, Task, Trajectory
 
 
@@ -33,15 +33,6 @@ class Teacher:
     base: bool = False
     hint: str | None = None
     thinking: bool | None = None
-
-    @contextmanager
-    def seated(self) -> Generator[None]:
-        """The span of a block in which the model is the teacher."""
-        if self.base:
-            with without_adapters(self.policy.model):
-                yield
-        else:
-            yield
 
 
 def teacher_of(
@@ -107,44 +98,60 @@ def check_vocabularies(ours: Any, theirs: Any) -> None:
 
 
 def taught(
-    teacher: Teacher, minibatch: MicroBatch, comparison: Comparison | None, groups: Sequence[Group]
-) -> MicroBatch:
-    """A minibatch with what its loss compares with: log-probs of the tokens, of candidates, or hidden states.
+    teacher: Teacher, micro_batches: Sequence[MicroBatch], comparison: Comparison | None, groups: Sequence[Group]
+) -> list[MicroBatch]:
+    """Micro-batches with what their loss compares with: log-probs of the tokens, of top ids, or hidden states.
 
     groups: those of the step, of whose trajectories the rows are.
     """
     rows = [trajectory for group in groups for trajectory in group]
-    view = minibatch if teacher.hint is None else _hinted(teacher, minibatch, rows)
+    views = [m if teacher.hint is None else _hinted(teacher, m, rows) for m in micro_batches]
+    found: list[MicroBatch] = []
+    with scoring(teacher.policy, adapters=not teacher.base):
+        runs = with_prefix_runs(teacher.policy, views)
+        for micro_batch, (view, run) in zip(micro_batches, runs, strict=True):
+            scored = _scored(teacher.policy, micro_batch, view, run, comparison)
+            scored = {name: mx.stop_gradient(array) for name, array in scored.items()}
+            mx.eval(scored)  # the pass's activations end here
+            found.append(replace(micro_batch, **scored))
+    return found
 
-    def placed(array: mx.array, source: MicroBatch = view, target: MicroBatch = minibatch) -> mx.array:
+
+def _scored(
+    policy: Policy,
+    micro_batch: MicroBatch,
+    view: MicroBatch,
+    run: PrefixRun | None,
+    comparison: Comparison | None,
+) -> dict[str, mx.array]:
+    """What a teacher says of the sampled tokens of a micro-batch, of which `view` is what it reads."""
+
+    def moved(array: mx.array, source: MicroBatch = view, target: MicroBatch = micro_batch) -> mx.array:
         return array if source is target else _moved(array, source, target)
 
-    with training(teacher.policy.model), teacher.seated():
-        if comparison is None:
-            found = {"teacher_logprobs": placed(logprobs(teacher.policy, view, gradient=False).token_logprobs)}
-        elif comparison.support == "vocabulary":
-            found = {"teacher_hidden": placed(hidden_at(teacher.policy, view))}
-        elif comparison.support == "teacher":
-            ids, values = likeliest(teacher.policy, view, comparison.num_top)
-            found = {"top_ids": placed(ids), "teacher_top_logprobs": placed(values)}
-        else:
-            assert minibatch.top_ids is not None
-            ids = placed(minibatch.top_ids, minibatch, view)
-            values = logprobs(teacher.policy, view, candidates=ids, gradient=False).token_logprobs
-            found = {"teacher_top_logprobs": placed(values)}
-        found = {name: mx.stop_gradient(array) for name, array in found.items()}
-        mx.eval(found)  # the pass's activations end here
-    return replace(minibatch, **found)
+    if comparison is None:
+        return {"teacher_logprobs": moved(logprobs(policy, view, gradient=False, prefix=run).token_logprobs)}
+    if comparison.support == "vocabulary":
+        return {"teacher_hidden": moved(hidden_at(policy, view, run))}
+    if comparison.support == "teacher":
+        ids, values = top_k(policy, view, comparison.num_top, run)
+        return {"top_ids": moved(ids), "teacher_top_logprobs": moved(values)}
+    assert micro_batch.top_ids is not None
+    ids = moved(micro_batch.top_ids, micro_batch, view)
+    values = logprobs(policy, view, top_ids=ids, gradient=False, prefix=run).top_logprobs
+    assert values is not None
+    return {"teacher_top_logprobs": moved(values)}
 
 
-def _hinted(teacher: Teacher, minibatch: MicroBatch, rows: Sequence[Trajectory]) -> MicroBatch:
+def _hinted(teacher: Teacher, micro_batch: MicroBatch, rows: Sequence[Trajectory]) -> MicroBatch:
     """The same completions under the teacher's prompts."""
-    chosen = np.count_nonzero(np.array(minibatch.mask), axis=1).tolist()
+    counts = np.count_nonzero(np.array(micro_batch.mask), axis=1).tolist()
     shown = [
         first_chosen(row_of(number, _with_hint(teacher, rows[number]), 0.0), count)
-        for number, count in zip(minibatch.trajectories, chosen, strict=True)
+        for number, count in zip(micro_batch.trajectories, counts, strict=True)
     ]
-    return packed(shown if minibatch.prefix.size else [with_prompt(row) for row in shown])
+    alone = micro_batch.prefix.size == 0
+    return packed([with_prompt(row) for row in shown] if alone else shown, prefix_id=micro_batch.prefix_id)
 
 
 def _with_hint(teacher: Teacher, row: Trajectory) -> Trajectory:

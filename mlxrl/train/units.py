@@ -1,81 +1,83 @@
-"""Minibatches that share a prefix, as one pass: the prefix runs forward once and backward once for all of them."""
+"""Micro-batches that share a prefix, as one pass: it runs forward once and backward once for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
-from mlxrl.policy.adapters import leaves
-from mlxrl.policy.load import Policy
-from mlxrl.policy.prefix import Prefix, carrying, run_prefix
-from mlxrl.policy.recompute import Arrays, bound
+from mlxrl.policy.differentiate import bound, flattened, precomputed, trainable
+from mlxrl.policy.policy import Policy
+from mlxrl.policy.prefix import PrefixRun, run_prefix
 from mlxrl.types import Metrics, MicroBatch
 
-Loss: TypeAlias = Callable[[MicroBatch], tuple[mx.array, Metrics]]
+Loss: TypeAlias = Callable[[MicroBatch, PrefixRun | None], tuple[mx.array, Metrics]]
 
 
-def units(minibatches: Sequence[MicroBatch], sharing: bool = True) -> Iterator[list[MicroBatch]]:
-    """Neighbours that carry the same prefix array together, others alone; all alone where the model cannot share."""
-    if not sharing:
-        yield from ([minibatch] for minibatch in minibatches)
-        return
-    keyed = groupby(enumerate(minibatches), lambda item: id(item[1].prefix) if item[1].prefix.size else -item[0] - 1)
-    for _, unit in keyed:
-        yield [minibatch for _, minibatch in unit]
+def units(micro_batches: Sequence[MicroBatch], sharing: bool = True) -> Iterator[list[MicroBatch]]:
+    """Neighbours that carry the same prefix together, others alone; all alone where the model cannot share."""
+    unit: list[MicroBatch] = []
+    for micro_batch in micro_batches:
+        same = sharing and micro_batch.prefix_id is not None
+        if unit and not (same and micro_batch.prefix_id == unit[-1].prefix_id):
+            yield unit
+            unit = []
+        unit.append(micro_batch)
+    if unit:
+        yield unit
+
+
+def with_prefix_runs(
+    policy: Policy, micro_batches: Sequence[MicroBatch]
+) -> Iterator[tuple[MicroBatch, PrefixRun | None]]:
+    """Each micro-batch and the run of its prefix, for passes without gradient: neighbours that carry one share it."""
+    for unit in units(micro_batches, policy.shares_prefix):
+        shared = policy.shares_prefix and unit[0].prefix.size
+        run = run_prefix(policy, unit[0].prefix).evaluated() if shared else None
+        for micro_batch in unit:
+            yield micro_batch, run
 
 
 def unit_gradient(policy: Policy, unit: Sequence[MicroBatch], loss: Loss) -> tuple[list[Metrics], Any]:
-    """The metrics of every minibatch of a unit, and the gradient of the sum of their losses.
+    """The metrics of every micro-batch of a unit, and the gradient of the sum of their losses.
 
     One after the other they run forward and backward against the prefix's caches, which only then hand their summed
-    cotangents to the prefix. So no more than the prefix and one minibatch are in memory.
+    cotangents to the prefix. So no more than the prefix and one micro-batch are in memory.
     """
     found: list[Metrics] = []
 
     def whole() -> mx.array:
-        if len(unit) == 1:
-            value, metrics = loss(unit[0])
-            found.append(metrics)
-            return value
-        run = run_prefix(policy.model, policy.head, unit[0].prefix)
-        return _summed(policy, unit, loss, run, found)
+        if len(unit) > 1:
+            return _summed(policy, unit, loss, run_prefix(policy, unit[0].prefix), found)
+        value, metrics = loss(unit[0], None)
+        found.append(metrics)
+        return value
 
     _, gradients = nn.value_and_grad(policy.model, whole)()
     return found, gradients
 
 
-def _summed(policy: Policy, unit: Sequence[MicroBatch], loss: Loss, run: Prefix, found: list[Metrics]) -> mx.array:
+def _summed(policy: Policy, unit: Sequence[MicroBatch], loss: Loss, run: PrefixRun, found: list[Metrics]) -> mx.array:
     """The sum of the losses as a function of the parameters and of the prefix's run, its gradient made with it."""
-    carried = Arrays()
-    form = carried.out_of((run.last, run.caches))
-    parameters = leaves(policy.model.trainable_parameters())
-    names = [name for name, _ in parameters]
+    names, parameters = trainable(policy.model)
+    carried = flattened((run.last, run.caches))
 
-    def one(minibatch: MicroBatch, *primals: mx.array) -> tuple[mx.array, Metrics]:
-        last, caches = carried.into(form, primals[len(names) :])
-        own = tree_unflatten(list(zip(names, primals, strict=False)))
-        with bound(policy.model, own), carrying(policy.model, minibatch.prefix, Prefix(last, caches)):
-            return loss(minibatch)
+    def one(micro_batch: MicroBatch, *arrays: mx.array) -> tuple[mx.array, Metrics]:
+        last, caches = carried.rebuilt(arrays[len(names) :])
+        with bound(policy.model, names, arrays[: len(names)]):
+            return loss(micro_batch, PrefixRun(last, caches))
 
-    def forward(*primals: mx.array) -> list[mx.array]:
-        start = [mx.stop_gradient(primal) for primal in primals]  # what is differentiated is differentiated here
-        total, sums, given = mx.zeros(()), [mx.zeros_like(primal) for primal in primals], start
-        for minibatch in unit:
-            differentiated = mx.value_and_grad(one, argnums=list(range(1, len(primals) + 1)))
-            (value, metrics), gradients = differentiated(minibatch, *given)
+    def whole(*arrays: mx.array) -> tuple[mx.array, list[mx.array]]:
+        start = [mx.stop_gradient(array) for array in arrays]
+        total, sums, given = mx.zeros(()), [mx.zeros_like(array) for array in arrays], start
+        for micro_batch in unit:
+            differentiated = mx.value_and_grad(one, argnums=list(range(1, len(arrays) + 1)))
+            (value, metrics), gradients = differentiated(micro_batch, *given)
             found.append(metrics)
             total, sums = total + value, [a + b for a, b in zip(sums, gradients, strict=True)]
             given = mx.depends(start, sums)  # the next begins when the gradients of this one are there
-        return [total, *sums]
+        return total, sums
 
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        return [cotangents[0] * gradient for gradient in outputs[1:]]
-
-    summed: Any = mx.custom_function(forward)
-    summed.vjp(backward)
-    return summed(*(leaf for _, leaf in parameters), *carried.floating)[0]
+    return precomputed(whole)(*parameters, *carried.floating)

@@ -1,45 +1,28 @@
-"""LoRA adapters: put on a model, taken off for the reference, saved in mlx-lm's folder format."""
+"""LoRA adapters: put on a model, taken off for the reference, saved and loaded in mlx-lm's folder format."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from mlxrl.files import replacing, write_text
+from mlxrl.errors import UserError, did_you_mean, one_line
+from mlxrl.files import replacing, write_json
+from mlxrl.policy.differentiate import leaves
+from mlxrl.settings import LoRA
 
 LEAVES = ("lora_a", "lora_b", "m")
 ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
-@dataclass(frozen=True, slots=True)
-class LoRA:
-    """Low-rank adapters y = W x + scale * B A x (arXiv 2106.09685; `scale` is alpha / rank).
-
-    keys: names inside a block, as `self_attn.q_proj`, or inside the model, as `model.embed_tokens`;
-    None stands for every linear layer of the blocks, routers of experts left alone.
-    """
-
-    rank: int = 8
-    scale: float = 2.0
-    dropout: float = 0.0
-    keys: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"lora: rank: wanted at least 1, got {self.rank}")
-        if not self.scale > 0:
-            raise ValueError(f"lora: scale: wanted more than 0, got {self.scale}; at 0 the adapter has no effect")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"lora: dropout: wanted at least 0 and less than 1, got {self.dropout}")
+class AdapterError(UserError):
+    """An adapter that a model cannot have, or whose files cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +40,7 @@ def adapt(model: nn.Module, lora: LoRA, seed: int = 0) -> None:
     """Freeze a model and put adapters on it; afterwards only their leaves are trainable.
 
     Raises:
-        ValueError: a key matches nothing; the message lists the names that exist.
+        AdapterError: a key matches nothing; the message lists the names that exist.
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -66,7 +49,6 @@ def adapt(model: nn.Module, lora: LoRA, seed: int = 0) -> None:
     config = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys}
     linear_to_lora_layers(model, len(layers_of(model)), config)
     _initialise(model, seed)
-    model.eval()
     assert_only_adapters(model)
 
 
@@ -83,9 +65,8 @@ def resolve_keys(model: nn.Module, keys: Sequence[str] | None) -> list[str]:
     known = [*block_names, *(name for name in _adaptable(model) if ".layers." not in f".{name}")]
     for key in keys:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"lora: keys: {key!r} matches no layer{hint}; the names are: {', '.join(known)}")
+            hint = f"{did_you_mean(key, known)}; the names are: {', '.join(known)}"
+            raise AdapterError("lora", "keys", f"{key!r} matches no layer{hint}")
     return list(keys)
 
 
@@ -98,19 +79,13 @@ def _adaptable(module: nn.Module) -> list[str]:
 
 def _initialise(model: nn.Module, seed: int) -> None:
     """Draw every A anew, uniform within 1 / sqrt(inputs) as mlx-lm does, from a key of our own."""
-    places = [
-        module for _, module in sorted(model.named_modules(), key=lambda item: item[0]) if _base(module) is not None
-    ]
-    for module, key in zip(places, mx.random.split(mx.random.key(seed), len(places)), strict=True):
+    found = sorted(model.named_modules(), key=lambda item: item[0])
+    adapters = [module for _, module in found if base_of(module) is not None]
+    for module, key in zip(adapters, mx.random.split(mx.random.key(seed), len(adapters)), strict=True):
         shape = module.lora_a.shape
         bound = (shape[-1] if len(shape) == 3 else shape[0]) ** -0.5
         module.lora_a = mx.random.uniform(-bound, bound, shape, key=key)
     mx.eval(model.trainable_parameters())
-
-
-def leaves(tree: Any) -> list[tuple[str, mx.array]]:
-    """The arrays of a tree with their names, as MLX flattens it."""
-    return cast(list[tuple[str, mx.array]], tree_flatten(tree))
 
 
 def assert_only_adapters(model: nn.Module) -> None:
@@ -125,7 +100,7 @@ def adapted(model: nn.Module) -> list[Adapted]:
     """The table of what was adapted, a line for every key and shape."""
     lines: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for name, module in model.named_modules():
-        if (base := _base(module)) is None:
+        if (base := base_of(module)) is None:
             continue
         key = name.split(".layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
         size = sum(value.size for _, value in leaves(module.trainable_parameters()))
@@ -133,7 +108,7 @@ def adapted(model: nn.Module) -> list[Adapted]:
     return [Adapted(*where, len(sizes), sum(sizes)) for where, sizes in sorted(lines.items())]
 
 
-def _base(module: nn.Module) -> Any | None:
+def base_of(module: nn.Module) -> Any | None:
     """The layer inside an adapter, None for a module that is none. The attribute is mlx-lm's name for it."""
     if "lora_a" not in module:
         return None
@@ -145,83 +120,80 @@ def without_adapters(model: Any) -> Generator[None]:
     """Take every adapter off a model or policy for the span of a block: inside it, it is the base, bit for bit.
 
     All of mlx-lm's adapters are covered: LoRALinear, LoRASwitchLinear, LoRAEmbedding and DoRA. The layers are
-    swapped, not scaled by zero, because a scale would be baked into a compiled trace.
+    swapped, not scaled by zero, because a scale would be baked into a compiled trace. For scoring without adapters
+    there is `modes.scoring`.
     """
-    model = getattr(model, "model", model) if not isinstance(model, nn.Module) else model
-    places = list(_places(model))
+    model = model if isinstance(model, nn.Module) else model.model
+    found = list(_adapters(model))
     try:
-        for container, key, adapter in places:
-            container[key] = _base(adapter)
+        for container, key, adapter in found:
+            container[key] = base_of(adapter)
         yield
     finally:
-        for container, key, adapter in places:
+        for container, key, adapter in found:
             container[key] = adapter
 
 
-def _places(tree: Any) -> Iterator[tuple[Any, Any, nn.Module]]:
+def _adapters(tree: Any) -> Iterator[tuple[Any, Any, nn.Module]]:
     """(container, key, adapter) of every adapter below a module, a list or a dict."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in list(items):
-        if isinstance(value, nn.Module) and _base(value) is not None:
+        if isinstance(value, nn.Module) and base_of(value) is not None:
             yield tree, key, value
         elif isinstance(value, (dict, list)):
-            yield from _places(value)
+            yield from _adapters(value)
 
 
 def save(model: nn.Module, lora: LoRA, folder: str | Path, source: str) -> None:
     """Write `adapters.safetensors` and `adapter_config.json` as mlx-lm reads them, each in one piece."""
     folder = Path(folder)
+    keys = sorted({line.key for line in adapted(model)})
     config = {
         "fine_tune_type": "lora",
         "model": source,
         "num_layers": len(layers_of(model)),
-        "lora_parameters": {
-            "rank": lora.rank,
-            "scale": lora.scale,
-            "dropout": lora.dropout,
-            "keys": _adapted_keys(model),
-        },
+        "lora_parameters": {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys},
     }
-    write_text(folder / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+    write_json(folder / "adapter_config.json", config)
     with replacing(folder / "adapters.safetensors") as temporary:
         mx.save_safetensors(str(temporary), dict(leaves(model.trainable_parameters())))
-
-
-def _adapted_keys(model: nn.Module) -> list[str]:
-    return sorted({line.key for line in adapted(model)})
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Read the adapter weights of a folder into a model that is adapted in the same way.
 
     Raises:
-        ValueError: the folder's tensors are not those of the model's adapters.
+        AdapterError: the folder's tensors are not those of the model's adapters.
     """
-    path = Path(folder) / "adapters.safetensors"
-    if not path.is_file():
-        raise ValueError(f"{folder}: no adapters.safetensors; wanted a folder that a run or mlx-lm has saved")
+    path = _file(folder, "adapters.safetensors")
     try:
         weights: dict[str, mx.array] = mx.load(str(path))  # pyright: ignore
     except RuntimeError as error:
-        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+        raise AdapterError(str(path), f"not a whole safetensors file: {one_line(error)}") from error
     wanted = {name: value.shape for name, value in leaves(model.trainable_parameters())}
     got = {name: value.shape for name, value in weights.items()}
     if wanted != got:
-        odd = sorted(set(wanted.items()) ^ set(got.items()))[0]
-        raise ValueError(f"{path}: not the adapter of this model and [lora] table; first difference: {odd[0]} {odd[1]}")
+        name, shape = sorted(set(wanted.items()) ^ set(got.items()))[0]
+        difference = f"not the adapter of this model and [lora] table; first difference: {name} {shape}"
+        raise AdapterError(str(path), difference)
     model.load_weights(list(weights.items()), strict=False)
     mx.eval(model.trainable_parameters())
 
 
 def read_config(folder: str | Path) -> LoRA:
     """The LoRA settings of an adapter folder."""
-    path = Path(folder) / "adapter_config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder}: no adapter_config.json; wanted a folder that a run or mlx-lm has saved")
+    path = _file(folder, "adapter_config.json")
     try:
-        parameters = json.loads(path.read_text(encoding="utf-8"))["lora_parameters"]
-        keys = parameters.get("keys")
-        kept = None if keys is None else tuple(keys)
-        return LoRA(int(parameters["rank"]), float(parameters["scale"]), float(parameters["dropout"]), kept)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: wanted lora_parameters with rank, scale and dropout, got {error!r}") from error
+        given = json.loads(path.read_text(encoding="utf-8"))["lora_parameters"]
+        return LoRA(rank=given["rank"], scale=given["scale"], dropout=given["dropout"], keys=given.get("keys"))
+    except UserError as error:
+        raise error.within(str(path)) from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise AdapterError(str(path), f"wanted lora_parameters with rank, scale, dropout, got {error!r}") from error
+
+
+def _file(folder: str | Path, name: str) -> Path:
+    path = Path(folder) / name
+    if not path.is_file():
+        raise AdapterError(str(folder), f"no {name}; wanted a folder that a run or mlx-lm has saved")
+    return path

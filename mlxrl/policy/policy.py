@@ -9,13 +9,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.policy import adapters
-from mlxrl.policy.adapters import Adapted, LoRA
-from mlxrl.policy.files import read_table
+from mlxrl import settings
+from mlxrl.errors import UserError, one_line
+from mlxrl.policy import lora as adapters
 from mlxrl.policy.head import Head, split
-from mlxrl.policy.prefix import shared
+from mlxrl.policy.lora import Adapted
+from mlxrl.policy.prefix import shares_prefix
+from mlxrl.settings import LoRA
 
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+class ModelError(UserError):
+    """A model that cannot be found or read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +50,25 @@ class Policy:
     def save(self, folder: str | Path) -> None:
         """Save the adapter in mlx-lm's format: `mlx_lm.generate --adapter-path FOLDER` and `mlx_lm.fuse` read it."""
         if self.lora is None:
-            raise ValueError(f"{folder}: this policy was loaded without adapters, there is nothing to save")
+            raise ModelError(str(folder), "this policy was loaded without adapters, there is nothing to save")
         adapters.save(self.model, self.lora, folder, self.source)
 
 
-def policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: str = "", seed: int = 0) -> Policy:
+def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: str = "", seed: int = 0) -> Policy:
     """Make a policy of an mlx-lm model that is already in memory; adapters are put on it in place."""
-    model.eval()
     if lora is None:
         model.freeze()
     else:
         adapters.adapt(model, lora, seed)
-    return Policy(model, tokenizer, split(model), lora, shared(model), source)
+    model.eval()
+    return Policy(model, tokenizer, split(model), lora, shares_prefix(model), source)
 
 
 def load(
     id: str,
     *,
     lora: LoRA | None = LoRA(),
-    dtype: str | None = None,
+    dtype: settings.Dtype | None = None,
     adapter: str | Path | None = None,
     seed: int = 0,
 ) -> Policy:
@@ -72,18 +76,17 @@ def load(
 
     Args:
         lora: the adapters; None leaves the model frozen, for a reference or a teacher.
-        dtype: "float32", "bfloat16" or "float16"; None keeps what the files hold. A `.gguf` file is dequantised to it.
+        dtype: of the weights; None keeps what the files hold. A `.gguf` file is dequantised to it.
         adapter: a folder saved before, whose weights and settings are taken over.
         seed: of the adapters' initial values.
     Raises:
-        ValueError: the model cannot be had, or a key of `lora` matches nothing.
+        UserError: the model cannot be had, or a key of `lora` matches nothing.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"model: dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    asked = settings.Model(id=id, dtype=dtype)
     if adapter is not None:
         lora = adapters.read_config(adapter)
-    model, tokenizer = _read(id, None if dtype is None else DTYPES[dtype])
-    loaded = policy(model, tokenizer, lora=lora, source=id, seed=seed)
+    model, tokenizer = _read(asked.id, None if asked.dtype is None else getattr(mx, asked.dtype))
+    loaded = as_policy(model, tokenizer, lora=lora, source=id, seed=seed)
     if adapter is not None:
         adapters.load_weights(model, adapter)
     return loaded
@@ -95,7 +98,7 @@ def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
         from mlxrl.policy import gguf
 
         if not path.is_file():
-            raise ValueError(f"model: id: no file {id}")
+            raise ModelError("model", "id", f"no file {id}")
         model, tokenizer, _ = gguf.read(path, dtype)
         return model, tokenizer
     model, tokenizer = _load_mlx_lm(id, path)
@@ -109,30 +112,44 @@ def _load_mlx_lm(id: str, path: Path) -> tuple[Any, Any]:
     import mlx_lm
 
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"model: id: {id} has no config.json; wanted an mlx-lm model folder")
+        raise ModelError("model", "id", f"{id} has no config.json; wanted an mlx-lm model folder")
     if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
-        raise ValueError(f"model: id: no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
+        raise ModelError("model", "id", f"no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
     try:
         loaded = mlx_lm.load(str(path) if path.exists() else id)
     except Exception as error:  # the files may hold anything, and what reads them raises anything
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model: id: {id} could not be loaded: {reason[:300]}") from error
+        raise ModelError("model", "id", f"{id} could not be loaded: {one_line(error, 300)}") from error
     return loaded[0], loaded[1]
 
 
-def skeleton(id: str) -> nn.Module | None:
-    """The model of a local folder without its weights, None where its files are not on this machine."""
-    path = Path(id).expanduser() / "config.json"
-    if not path.is_file():
-        return None
-    from mlx_lm.utils import _get_classes  # pyright: ignore
+def folder_of(id: str) -> Path | None:
+    """The folder of a model that is on this machine, also of an id that was fetched before; None where it is not."""
+    path = Path(id).expanduser()
+    if path.exists() or id.count("/") != 1:
+        return path if path.is_dir() else None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    config = read_table(path)
     try:
+        return Path(snapshot_download(id, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def skeleton(id: str) -> nn.Module | None:
+    """A model without its weights, None where its config is not on this machine."""
+    folder = folder_of(id)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    from mlx_lm.utils import _get_classes, load_config  # pyright: ignore
+
+    try:
+        config = load_config(folder)
         model_class, arguments = _get_classes(config)
         return model_class(arguments.from_dict(config))
     except Exception as error:  # as above
-        raise ValueError(f"{path}: makes no model: {type(error).__name__}: {error}") from error
+        message = f"makes no model: {type(error).__name__}: {error}"
+        raise ModelError(str(folder / "config.json"), message) from error
 
 
 def outline(id: str, lora: LoRA) -> list[Adapted] | None:

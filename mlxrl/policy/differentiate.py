@@ -1,0 +1,232 @@
+"""Functions with a gradient of our own, and how modules compute with arrays that travel as arguments.
+
+A training pass keeps less than autodiff would in three places: layers are recomputed in the backward pass
+(`recompute.py`), so are the logits of a chunk (`head.py`), and a prefix that several micro-batches share runs backward
+once for all of them (`train/units.py`). `checkpointed` keeps the arguments of a function, and runs it once more in the
+backward pass; the head does so chunk by chunk. `precomputed` makes the gradient together with the value, so that what
+both need is computed once and gone before the backward pass. Five properties of MLX decide how they are written:
+
+1. Only arguments have a gradient. Under `mx.custom_function` and `mx.checkpoint`, an array that a function closes over
+   gets a gradient of zero, without an error. So whatever is trained, or depends on what is trained, is an argument:
+   the trainable leaves of a module (`trainable`, put back by `bound`), and the arrays inside of arguments and KV caches
+   (`flattened`). What a layer leaves in a cache is one of its results.
+2. `mx.vjp` of a function that returns one array twice drops the second cotangent. A layer that shares its keys with
+   later ones returns what it cached, and its gradient would be wrong without an error: `distinct` makes two of one.
+3. MLX computes whatever it can. In the backward graph of `mx.checkpoint` the recomputation needs the arguments alone,
+   so that of all layers could run first, and their values exist together. Here the arguments depend on the cotangents:
+   a layer is recomputed once the gradient of its results is there. Its gradients depend on each other, because one
+   that nothing waits for, as that of a weight, would keep alive what it is made of until the end.
+4. For the same reason each chunk of the head depends on the one before. MLX's CPU stream besides accepts, and allocates
+   for, `IN_FLIGHT` operations before the first has run; `after` puts as many that do nothing between two chunks.
+5. A cotangent has the type of its array, or `astype` refuses it: the product of a float32 cotangent and a bfloat16
+   gradient is cast back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+IN_FLIGHT = 100
+
+
+def own_gradient(
+    forward: Callable[..., Sequence[mx.array]], backward: Callable[[Any, Any, Any], Sequence[mx.array]]
+) -> Callable[..., list[mx.array]]:
+    """A function of arrays that returns arrays, whose gradient is backward(arguments, cotangents, results)."""
+    function: Any = mx.custom_function(lambda primals: distinct(forward(*primals)))
+    function.vjp(lambda primals, cotangents, results: list(backward(primals, cotangents, results)))
+    return lambda *primals: function(list(primals))
+
+
+def checkpointed(function: Callable[..., Sequence[mx.array]]) -> Callable[..., list[mx.array]]:
+    """A function of arrays that returns arrays, which runs once more in the backward pass and keeps nothing for it."""
+
+    def backward(primals: list[mx.array], cotangents: list[mx.array], _: Any) -> list[mx.array]:
+        later = mx.depends(primals, cotangents)
+        gradients = vjp(function, later, cotangents)
+        return list(mx.depends(gradients, gradients))
+
+    return own_gradient(function, backward)
+
+
+def precomputed(function: Callable[..., tuple[mx.array, Sequence[mx.array]]]) -> Callable[..., mx.array]:
+    """A function of arrays to (value, gradients) as one to the value, whose backward pass is cotangent * gradient.
+
+    gradients: of the first arguments, as many as there are; the others are constants. What is differentiated inside
+    `function` is differentiated there.
+    """
+
+    def forward(*primals: mx.array) -> list[mx.array]:
+        value, gradients = function(*primals)
+        return [value, *gradients]
+
+    def backward(primals: list[mx.array], cotangents: list[mx.array], results: list[mx.array]) -> list[mx.array]:
+        gradients = [(cotangents[0] * gradient).astype(gradient.dtype) for gradient in results[1:]]
+        return [*gradients, *(mx.zeros_like(primal) for primal in primals[len(gradients) :])]
+
+    whole = own_gradient(forward, backward)
+    return lambda *primals: whole(*primals)[0]
+
+
+def vjp(
+    function: Callable[..., Sequence[mx.array]], primals: Sequence[mx.array], cotangents: Sequence[mx.array]
+) -> list[mx.array]:
+    """The gradients of a function's arguments, given those of its results."""
+    return list(mx.vjp(lambda *arrays: distinct(function(*arrays)), list(primals), list(cotangents))[1])
+
+
+def distinct(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """The arrays, each an object of its own; no values are copied."""
+    found: list[mx.array] = []
+    for array in arrays:
+        repeated = any(array is other for other in found)
+        found.append(mx.depends([array], [array])[0] if repeated else array)
+    return found
+
+
+def after(arrays: Sequence[mx.array], then: mx.array) -> mx.array:
+    """An array that exists after some others do; on the CPU also after they have been computed, see 4. above."""
+    (mark,) = mx.depends([mx.zeros(1)], list(arrays))
+    for _ in range(IN_FLIGHT if mx.default_device() == mx.cpu else 0):
+        mark = mark + 0
+    return mx.depends([then], [mark])[0]
+
+
+def leaves(tree: Any) -> list[tuple[str, mx.array]]:
+    """The arrays of a tree with their names, as MLX flattens it."""
+    return cast(list[tuple[str, mx.array]], tree_flatten(tree))
+
+
+def trainable(module: nn.Module | None) -> tuple[list[str], list[mx.array]]:
+    """Names and arrays of a module's trainable parameters; none of None."""
+    found = [] if module is None else leaves(module.trainable_parameters())
+    return [name for name, _ in found], [array for _, array in found]
+
+
+@contextmanager
+def bound(
+    module: nn.Module | None, names: Sequence[str], arrays: Sequence[mx.array], key: mx.array | None = None
+) -> Generator[None]:
+    """Let a module compute with other arrays as its parameters of these names for the span of a block.
+
+    key: what its dropout layers draw from, so that a second run drops the same; None leaves them to MLX's generator.
+    """
+    if module is None:
+        yield
+        return
+    own, layers = module.parameters(), [] if key is None else _dropouts(module)
+    try:
+        module.update(tree_unflatten(list(zip(names, arrays, strict=True))))
+        for layer, part in zip(layers, [] if key is None else mx.random.split(key, len(layers)), strict=True):
+            layer.__class__ = _KeyedDropout
+            layer.__dict__["key"] = part
+        yield
+    finally:
+        module.update(own)
+        for layer in layers:
+            layer.__class__ = nn.Dropout
+            layer.__dict__.pop("key", None)
+
+
+def dropout_key(module: nn.Module | None) -> mx.array | None:
+    """A key for one run of a module, None where nothing in it is random."""
+    if module is None or not _dropouts(module):
+        return None
+    return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+
+
+def _dropouts(module: nn.Module) -> list[Any]:
+    return [m for m in module.modules() if type(m) is nn.Dropout and m.training and m._p_1 < 1]  # pyright: ignore[reportPrivateUsage]
+
+
+class _KeyedDropout(nn.Dropout):
+    """Dropout that draws from a key of its own."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.random.bernoulli(self._p_1, x.shape, key=self.__dict__["key"]) * x * (1 / self._p_1)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A tree of lists, tuples, dicts and KV caches, and the arrays that were in it, in order."""
+
+    form: Any
+    arrays: list[mx.array]
+
+    @property
+    def floating(self) -> list[mx.array]:
+        """Those that have a gradient."""
+        return [array for array in self.arrays if mx.issubdtype(array.dtype, mx.floating)]
+
+    def rebuilt(self, floating: Sequence[mx.array]) -> Any:
+        """A new tree, caches new too, with others in place of the floating arrays."""
+        others = iter(floating)
+        arrays = [next(others) if mx.issubdtype(a.dtype, mx.floating) else a for a in self.arrays]
+        return _mapped(self.form, _Slot, lambda slot: arrays[slot.index])
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    index: int
+
+
+def flattened(tree: Any) -> Flat:
+    """Take the arrays out of a tree."""
+    arrays: list[mx.array] = []
+
+    def take(array: mx.array) -> _Slot:
+        arrays.append(array)
+        return _Slot(len(arrays) - 1)
+
+    return Flat(_mapped(tree, mx.array, take), arrays)
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A copy of a tree in which every leaf of a kind is changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, kind, change) for item in value)
+    if isinstance(value, dict):
+        return {name: _mapped(item, kind, change) for name, item in value.items()}
+    if is_cache(value):
+        clone = copy.copy(value)
+        vars(clone).update(_mapped(vars(value), kind, change))
+        return clone
+    return value
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a KV cache or another state of mlx-lm's layers."""
+    from mlx_lm.models.cache import _BaseCache  # pyright: ignore
+
+    return isinstance(value, _BaseCache)
+
+
+_replaced: dict[tuple[ModuleType, str], tuple[int, Any]] = {}
+"""Functions of modules that are replaced: in how many blocks, and by what they are followed when the last one ends."""
+
+
+@contextmanager
+def replaced(module: ModuleType, name: str, function: Any) -> Generator[None]:
+    """Let a module's function be another for the span of a block. Blocks may overlap, and end in any order."""
+    count, own = _replaced.get((module, name), (0, getattr(module, name)))
+    _replaced[module, name] = count + 1, own
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        count, own = _replaced.pop((module, name))
+        if count > 1:
+            _replaced[module, name] = count - 1, own
+        else:
+            setattr(module, name, own)

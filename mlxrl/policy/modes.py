@@ -1,0 +1,82 @@
+"""The modes of a policy: the only places that change a model for a while.
+
+    with scoring(policy): ...                   log-probs that a loss compares with
+    with scoring(policy, adapters=False): ...   the same of the base model: a reference
+    with training(policy, recompute=True): ...  log-probs whose gradient is taken
+    with decoding(policy): ...                  sampling
+
+A mode makes all its changes in one order, and undoes them in the opposite one, whatever ends its block. A model is in
+one mode at a time: a mode inside another of the same model is an AssertionError. Scoring and training make the same
+numbers at the same weights, because both run what a gradient needs:
+
+1. The adapters go first, where they do: what is off the model is not changed by the rest.
+2. `train()`: mlx-lm's layers choose kernels with a gradient by it, and make router indices constants. Dropout layers
+   stay in evaluation, except in training where they are asked for.
+3. Linear attention by chunks (`gated_delta.py`) and memory-efficient SwiGLU (`activations.py`) are put where the
+   layers look them up: in the modules of their classes, so they come before the next.
+4. Recomputation (`recompute.py`) swaps the class of each layer for a subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import mlx.nn as nn
+
+from mlxrl.policy.activations import memory_efficient
+from mlxrl.policy.gated_delta import chunked
+from mlxrl.policy.lora import without_adapters
+from mlxrl.policy.policy import Policy
+from mlxrl.policy.recompute import recomputed
+
+
+@contextmanager
+def scoring(policy: Policy, adapters: bool = True) -> Generator[None]:
+    """Log-probs to compare with, at the policy's weights or without its adapters."""
+    model = policy.model
+    base = nullcontext() if adapters else without_adapters(model)
+    with _entered(model, "scoring"), base, _differentiable(model):
+        yield
+
+
+@contextmanager
+def training(policy: Policy, recompute: bool = False, dropout: bool = False) -> Generator[None]:
+    """Log-probs whose gradient is taken.
+
+    Args:
+        recompute: keep the inputs of layers alone, and run each once more in the backward pass.
+        dropout: whether dropout layers drop.
+    """
+    model = policy.model
+    checkpointing = recomputed(model) if recompute else nullcontext()
+    with _entered(model, "training"), _differentiable(model, dropout), checkpointing:
+        yield
+
+
+@contextmanager
+def _entered(model: Any, mode: str) -> Generator[None]:
+    """Note on a model which mode it is in; AssertionError where it is in one."""
+    inside = getattr(model, "mlxrl_mode", None)
+    assert inside is None, f"modes: {mode} inside {inside}: a model is in one mode at a time"
+    model.mlxrl_mode = mode
+    try:
+        yield
+    finally:
+        del model.mlxrl_mode
+
+
+@contextmanager
+def _differentiable(model: nn.Module, dropout: bool = False) -> Generator[None]:
+    """Steps 2 and 3."""
+    try:
+        model.train()
+        if not dropout:
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.eval()
+        with chunked(), memory_efficient(model):
+            yield
+    finally:
+        model.eval()
