@@ -13,6 +13,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import attempt, close
+from mlxrl.algo.defaults import CONVENTIONS, DEFAULTS
+from mlxrl.algo.numbers import refuse_number
 
 from mlxrl import algo
 from mlxrl.algo import (
@@ -28,8 +30,6 @@ from mlxrl.algo import (
     returns,
     shaping,
 )
-from mlxrl.algo.defaults import CONVENTIONS, DEFAULTS
-from mlxrl.algo.numbers import refuse_number
 from mlxrl.types import Algorithm, Comparison, Logprobs, MicroBatch, TokenDetails, Totals, Trajectory, Turn
 
 NAN = float("nan")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from helpers import MINIMAL
+from mlxrl.algo.arguments import CONVENTIONS
 
 from mlxrl import config
-from mlxrl.algo.arguments import CONVENTIONS
 from mlxrl.algo.recipes import RECIPES
 from mlxrl.config import ConfigError
 from mlxrl.config.tables import Config

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlxrl import plugins
 from mlxrl.config.strict import ConfigError, Origin, fill
 from mlxrl.config.tables import Config, Teacher
+from mlxrl.errors import UserError
 
 _BARE = re.compile(r"[^\s\"'\[\]{}#][^\"'\[\]{}#\n]*")
 """An override's value that may be meant as a text without its quotes."""
@@ -31,6 +33,10 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         values = _merged(values, assignment := _assignment(override))
         overridden |= _leaves(assignment)
     origin = Origin(str(path), frozenset(overridden))
+    if "echo" in values:
+        from mlxrl.algo.conventions import MOVED
+
+        raise origin.error("echo", f"is now {MOVED['echo']}", origin.given("echo"))
     filled = fill(Config, _gather_arguments(values), origin)
     from mlxrl.config.check import check  # knows the recipes, and so takes MLX and numpy: faults above answer without
 
@@ -115,9 +121,17 @@ def _located(config: Config, folder: Path, origin: Origin) -> Config:
             world = replace(world, factory=rewards.located(world.factory, folder, "environment"))
         except ValueError as error:
             raise origin.error("environment.factory", str(error).removeprefix("environment").lstrip(": ")) from None
+    algorithm = config.algorithm
+    if ":" in algorithm.name:
+        try:
+            algorithm = replace(algorithm, name=plugins.located(algorithm.name, folder))
+        except UserError as error:
+            raise origin.error("algorithm.name", str(error)) from None
     model = replace(config.model, id=_model(config.model.id, folder, origin))
     reward, teacher = replace(config.reward, functions=functions), _teacher(config.teacher, folder, origin)
-    return replace(config, model=model, data=data, reward=reward, environment=world, teacher=teacher)
+    return replace(
+        config, model=model, data=data, reward=reward, environment=world, algorithm=algorithm, teacher=teacher
+    )
 
 
 def _teacher(teacher: Teacher, folder: Path, origin: Origin) -> Teacher:

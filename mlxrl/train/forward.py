@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlxrl.algo.probe import comparison_of
+from mlxrl.algo.algorithm import comparison_of
 from mlxrl.policy.compare import divergence_from
 from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs

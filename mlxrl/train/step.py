@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from mlxrl.algo import finish
-from mlxrl.algo.probe import comparison_of
+from mlxrl.algo.algorithm import comparison_of
 from mlxrl.policy.adapters import leaves, without_adapters
 from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs, training
