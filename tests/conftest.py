@@ -7,3 +7,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import shapes
+
+import mlxrl.algo
+
+WATCHED = shapes.watch(mlxrl.algo)

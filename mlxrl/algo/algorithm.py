@@ -29,7 +29,7 @@ class Term:
     """
 
     __slots__ = ()
-    table: ClassVar[str]
+    table: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
     """What has to be there before the loss; see `types.Algorithm`."""
 

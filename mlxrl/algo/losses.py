@@ -163,8 +163,8 @@ class ClippedWeight(Ratio):
         ratio = mx.exp(self.log_ratio(new, old, mask))
         low, high = self.clip or (None, None)
         loss = -mx.stop_gradient(bounded(ratio, low, high)) * advantages * new
-        below, _ = outside(ratio, mx.full((1, 1), -1.0), low, None)
-        _, above = outside(ratio, mx.full((1, 1), 1.0), None, high)
+        below, _ = outside(ratio, -mx.ones_like(ratio), low, None)
+        _, above = outside(ratio, mx.ones_like(ratio), None, high)
         return Surrogate(loss, ratio, below, above)
 
 

@@ -14,7 +14,7 @@ from mlxrl.algo import reduce
 from mlxrl.algo.algorithm import TERMS, Algorithm, Term, ordered
 from mlxrl.algo.conventions import CONVENTIONS, MOVED
 from mlxrl.algo.credit import GiGPO, GroupRelative
-from mlxrl.checked import SettingError, refuse_unknown
+from mlxrl.checked import SettingError
 from mlxrl.errors import brief, did_you_mean
 from mlxrl.plugins import PluginError, find
 
@@ -35,7 +35,10 @@ def recipe(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
 def _made(function: Callable[..., Algorithm], arguments: Mapping[str, Any], given: Collection[str]) -> Algorithm:
     """A recipe's algorithm. given: the arguments that are refused where they have no effect; a convention's are not."""
-    refuse_unknown(function.__name__, arguments, inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    for key in arguments:
+        if key not in parameters:
+            raise SettingError(function.__name__, _unknown(key, parameters))
     if isinstance(one := arguments.get("terms"), Term):
         raise SettingError(function.__name__, "terms", f"wanted a list of terms, got {type(one).__name__}")
     try:
@@ -78,8 +81,8 @@ def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.A
     """The algorithm of a table [algorithm]: a name, the arguments of its recipe, and a table for each term.
 
     `{"name": "grpo", "clip": [0.2, 0.28], "kl": {"coefficient": 0.04}}`. `convention` names a library whose values
-    stand in for those that are not given. The name may be `file.py:make`, a function of one's own that takes the other keys,
-    terms as `terms`, and returns an algorithm.
+    stand in for those that are not given. The name may be `file.py:make`, a function of one's own that takes the
+    other keys, terms as `terms`, and returns an algorithm.
 
     Args:
         folder: where such files are looked for before the current directory.
@@ -93,7 +96,7 @@ def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.A
     function = _recipe(name)
     parameters = inspect.signature(function).parameters
     for key, value in given.items():
-        if key in MOVED and not isinstance(value, Mapping):
+        if key in MOVED and value is not None and not isinstance(value, Mapping):
             raise SettingError("algorithm", f"{key!r} is now {MOVED[key]}")
     _refuse_keys(name, given, parameters)
     arguments = _with_terms(_with_convention(given, _convention(name, convention), parameters), parameters)
@@ -157,6 +160,8 @@ def _refuse_keys(name: str, given: Mapping[str, Any], parameters: Mapping[str, A
 
 def _unknown(key: str, known: Collection[str], parameters: Collection[str] = ()) -> str:
     """What is said of a key that is not known here: where it is known, or what is close to it."""
+    if key in MOVED:
+        return f"{key!r} is now {MOVED[key]}"
     homes = ["algorithm"] if key in parameters else []
     homes += [kind.table for kind in TERMS.values() if key in (field.name for field in fields(kind))]  # pyright: ignore
     near = f"; did you mean '{homes[0]}.{key}'?" if homes else did_you_mean(key, known)
@@ -174,8 +179,8 @@ def _with_convention(
     for key, value in usual.items():
         if not isinstance(value, Mapping):
             out.setdefault(key, value)
-        elif key in there | given.keys():
-            out[key] = {**value, **given.get(key, {})}
+        elif isinstance(own := given.get(key, {} if key in there else None), Mapping):
+            out[key] = {**value, **own}
     return out
 
 
@@ -201,9 +206,7 @@ def arguments_of(algorithm: types.Algorithm) -> dict[str, Any]:
     values["reduction"] = reduce.name_of(algorithm.reduction)
     dead, names = _dead(algorithm), inspect.signature(RECIPES[algorithm.name]).parameters
     found = {name: _plain(values[name]) for name in names if name in values and name not in dead}
-    tables = {
-        term.table.removeprefix("algorithm."): _plain(term) for term in algorithm.terms if type(term) in TERMS.values()
-    }
+    tables = {term.table.removeprefix("algorithm."): _plain(term) for term in algorithm.terms if term.table}
     return {"name": algorithm.name, **found, **tables}
 
 

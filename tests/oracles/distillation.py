@@ -71,7 +71,7 @@ def openclaw_combine(case: Case) -> Results:
 
 def prime_ref_kl(case: Case) -> Results:
     """-[kept] sg(teacher - new) rho + 1e-3 (new - old)^2, kept unless p_new - p_old < -0.2; rows with tokens count."""
-    dropped = losses.probability_outside(case["logp_new"], case["logp_old"], mx.array(-1.0), 0.2, 0.2)[0]
+    dropped = losses.probability_outside(case["logp_new"], case["logp_old"], -mx.ones_like(case.mask), 0.2, 0.2)[0]
     gain = -losses.log_ratio(case["logp_new"], case["logp_teacher"], case.mask)
 
     def function(new: mx.array, x: mx.array) -> mx.array:

@@ -86,7 +86,7 @@ def weight_metrics(case: Case, level: str, name: str, weight: mx.array, used: mx
         rows = weight_of(case, "sequence")
         token |= {"max": rows.max(), "min": rows.min()}
         below, above = extra.fractions(rows, mx.ones_like(rows), low, high)
-    means = extra.row_means(weight, case.mask)
+    means = extra.row_means(weight, case.mask)[:, None]
     row_below, row_above = extra.fractions(means, mx.ones_like(means), low, high)
     parts = {"eff_sample_size": token.pop("ess"), "ratio_fraction_low": below, "ratio_fraction_high": above}
     parts |= token | {f"seq_{key}": value for key, value in row.items()}

@@ -509,8 +509,9 @@ def dppo_kl_prime(case: Case) -> Results:
 def ipo_prime(case: Case) -> Results:
     threshold = case.hyper["ipo_threshold"]
     pair = (case["logp_new"], case["logp_old"])
-    up = losses.probability_outside(*pair, mx.array(1.0), threshold, threshold)[1]
-    down = losses.probability_outside(*pair, mx.array(-1.0), threshold, threshold)[0]
+    one = mx.ones_like(case.mask)
+    up = losses.probability_outside(*pair, one, threshold, threshold)[1]
+    down = losses.probability_outside(*pair, -one, threshold, threshold)[0]
     found = trust_region(case, up | down)
     return found | {"out_advantages": spread(case, relative(case))}
 
