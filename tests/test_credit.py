@@ -37,7 +37,7 @@ def test_equal_rewards_have_no_advantage(eps: float) -> None:
         advantages.group_relative(rewards, ids, "group", eps),
         advantages.group_relative(rewards, ids, "batch", eps),
         advantages.leave_one_out(rewards, ids),
-        advantages.max_rl(rewards, ids),
+        advantages.relative_to_mean(rewards, ids),
         extra.pass_at_k(rewards, ids),
         extra.gpg(rewards, ids),
         extra.optimal_baseline(rewards, ids, [1, 2, 3, 4, 5, 6, 7]),
@@ -55,7 +55,7 @@ def test_other_baselines() -> None:
     # mean 0.5: max_rl (1-0.5)/0.5 = 1; pass@k: lead 1 over std sqrt(0.5) = 1.4142, none for the loser
     # lengths 3 and 1: baseline 3/4; gpg: 2 attempts, 1 of them rewarded: 2 * 0.5
     pair, ids = [1.0, 0.0], [0, 0]
-    close(advantages.max_rl(pair, ids), [1.0, -1.0])
+    close(advantages.relative_to_mean(pair, ids), [1.0, -1.0])
     close(extra.pass_at_k(pair, ids, 0.0), [math.sqrt(2), 0.0])
     close(extra.optimal_baseline(pair, ids, [3, 1]), [0.25, -0.75])
     close(extra.gpg(pair, ids), [1.0, -1.0])

@@ -21,10 +21,10 @@ Scale: TypeAlias = Literal["group", "batch", "none"]
 
 
 def members(ids: Ids) -> list[NDArray[np.intp]]:
-    """The places of each group's members, groups in order of first appearance."""
+    """The indices of each group's members, groups in order of first appearance."""
     found: dict[Hashable, list[int]] = {}
-    for place, name in enumerate(ids):
-        found.setdefault(name, []).append(place)
+    for index, name in enumerate(ids):
+        found.setdefault(name, []).append(index)
     return [np.array(group, dtype=np.intp) for group in found.values()]
 
 
@@ -66,7 +66,7 @@ def leave_one_out(rewards: ArrayLike, ids: Ids) -> Floats:
     return by_group(rewards, ids, lambda r: (r - r.mean()) * r.size / (r.size - 1))
 
 
-def max_rl(rewards: ArrayLike, ids: Ids) -> Floats:
+def relative_to_mean(rewards: ArrayLike, ids: Ids) -> Floats:
     """[N] A_i = (r_i - mean_g) / mean_g where the mean is positive, else 0 (prime-rl, for rewards in [0, 1])."""
     return by_group(rewards, ids, lambda r: (r - r.mean()) / r.mean() if r.mean() > 0 else np.zeros_like(r))
 

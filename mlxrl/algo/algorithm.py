@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxrl import types
 from mlxrl.algo import metrics as report
 from mlxrl.algo.credit import Advantages, Compares, Credit
-from mlxrl.algo.losses import LEVELS, Surrogate
+from mlxrl.algo.losses import Surrogate, log_ratio
 from mlxrl.algo.reduce import Reduction, masked, token_mean
 from mlxrl.checked import SettingError, checked
 from mlxrl.errors import brief
@@ -147,8 +147,13 @@ class Algorithm:
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         """For every trajectory of every group a float, or a list with a float per sampled token."""
-        if self.compares == "group":
-            refuse_singles(self.name, groups)
+        for index, group in enumerate(groups if self.compares == "group" else ()):
+            if len(group) < 2:
+                raise SettingError(
+                    f"{self.name}: group {index}: wanted at least 2 trajectories, because the baseline is made of the "
+                    f"group's own rewards, got {len(group)}; raise group_size, or use reinforce_pp, whose baseline is "
+                    "the batch"
+                )
         return self.credit(groups)
 
     def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, Metrics]:
@@ -160,7 +165,7 @@ class Algorithm:
         assert batch.old_logprobs is not None
         old, mask = batch.old_logprobs, batch.mask
         found = self.policy_loss(new.token_logprobs, old, batch.advantages, mask)
-        surrogate = found if isinstance(found, Surrogate) else _unbounded(found, new.token_logprobs, old, mask)
+        surrogate = found if isinstance(found, Surrogate) else _unclipped(found, new.token_logprobs, old, mask)
         factors = [value for term in self.terms if (value := term.factor(new, batch)) is not None]
         weight = mx.ones_like(mask)
         for factor in factors:
@@ -192,21 +197,11 @@ class Algorithm:
         return replace(batch, advantages=masked(advantages, batch.mask))
 
 
-def _unbounded(loss: mx.array, new: mx.array, old: mx.array, mask: mx.array) -> Surrogate:
+def _unclipped(loss: mx.array, new: mx.array, old: mx.array, mask: mx.array) -> Surrogate:
     """What is reported of a policy loss that says no more than its losses."""
-    ratio = mx.exp(LEVELS["token"](new, old, mask))
+    ratio = mx.exp(log_ratio(new, old, mask))
     never = mx.zeros_like(ratio)
     return Surrogate(loss, ratio, never, never)
-
-
-def refuse_singles(name: str, groups: Sequence[Group]) -> None:
-    """A baseline made of the group's other completions needs others."""
-    for index, group in enumerate(groups):
-        if len(group) < 2:
-            raise SettingError(
-                f"{name}: group {index}: wanted at least 2 trajectories, because the baseline is made of the group's "
-                f"own rewards, got {len(group)}; raise group_size, or use reinforce_pp, whose baseline is the batch"
-            )
 
 
 def comparison_of(algorithm: types.Algorithm) -> Comparison | None:

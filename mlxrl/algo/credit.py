@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -53,12 +53,14 @@ class Whiten:
 
 @checked("algorithm")
 class GroupBaseline:
-    """Credit per trajectory by a baseline made of its group's rewards.
+    """Credit per trajectory by a baseline made of its group's rewards, as `advantages.leave_one_out`.
 
+    baseline: (rewards [N], ids [N] of their groups) to advantages [N].
     whiten: of the advantages of all tokens of the step, of which a trajectory's are the same.
     mask_truncated: a trajectory that ran into the token limit gets advantage 0, and stays in every denominator.
     """
 
+    baseline: Any = maths.leave_one_out
     whiten: Whiten | None = None
     mask_truncated: bool = False
 
@@ -66,13 +68,13 @@ class GroupBaseline:
     def compares(self) -> Compares:
         return "group"
 
-    def baseline(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
-        """[N] advantages of N trajectories, of the groups `ids` [N]."""
-        raise NotImplementedError
+    def values(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
+        """[N] advantages of the trajectories."""
+        return self.baseline(rewards_of(trajectories), ids)
 
     def __call__(self, groups: Sequence[Group]) -> Advantages:
         trajectories, ids = flat(groups)
-        values = self.baseline(trajectories, ids)
+        values = self.values(trajectories, ids)
         values = values if self.whiten is None else _over_tokens(self.whiten, values, trajectories)
         return _grouped(values.tolist(), groups, self.mask_truncated)
 
@@ -97,28 +99,12 @@ class GroupRelative(GroupBaseline):
     def compares(self) -> Compares:
         return "group" if self.reward else "nothing"
 
-    def baseline(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
+    def values(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
         if not self.reward:
             return np.zeros(len(trajectories))
         if self.scale == "function":
             return self.reward * _by_function(trajectories, ids, self.eps)
         return self.reward * maths.group_relative(rewards_of(trajectories), ids, self.scale, self.eps)
-
-
-@checked("algorithm")
-class LeaveOneOut(GroupBaseline):
-    """`advantages.leave_one_out`."""
-
-    def baseline(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
-        return maths.leave_one_out(rewards_of(trajectories), ids)
-
-
-@checked("algorithm")
-class RelativeToMean(GroupBaseline):
-    """`advantages.max_rl`."""
-
-    def baseline(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
-        return maths.max_rl(rewards_of(trajectories), ids)
 
 
 @checked("algorithm")
@@ -214,7 +200,7 @@ def step_rewards(trajectory: Trajectory) -> list[float]:
 
 
 def _grouped(values: Sequence[Value], groups: Sequence[Group], mask_truncated: bool) -> Advantages:
-    """One value per trajectory, in order, in the shape of the groups; 0 for truncated trajectories where asked."""
+    """One value per trajectory, in order, in the shape of the groups; 0 for those masked as truncated."""
     remaining = iter(values)
 
     def own(trajectory: Trajectory) -> Value:

@@ -137,5 +137,5 @@ def jsd(student: Distribution, teacher: Distribution, beta: float = 0.5) -> Valu
     both = [mx.maximum(p, ABSENT) for p in (student, teacher)]
     mixture = mx.logaddexp(both[0] + math.log1p(-beta), both[1] + math.log(beta))
     value = beta * forward_kl(mixture, teacher) + (1 - beta) * forward_kl(mixture, student)
-    # The gradient through the mixture cancels term by term; left out, it leaves no rounding error behind.
+    # The gradient through the mixture cancels term by term; left out, it adds no rounding error.
     return straight_through(value, (1 - beta) * score_reverse_kl(student, mixture))

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from mlxrl.algo import losses
-from mlxrl.algo.advantages import Scale
+from mlxrl.algo.advantages import Scale, leave_one_out, relative_to_mean
 from mlxrl.algo.algorithm import Algorithm, Term
-from mlxrl.algo.credit import GiGPO, GroupRelative, LeaveOneOut, Over, RelativeToMean, Returns, Whiten
+from mlxrl.algo.credit import GiGPO, GroupBaseline, GroupRelative, Over, Returns, Whiten
 from mlxrl.algo.losses import SAFE, Clip, Clipped, ClosedClip, Level
 from mlxrl.algo.reduce import Name, named
 from mlxrl.algo.table import recipe
@@ -147,7 +147,7 @@ def rloo(
     `KLReward` charges k1 after the baseline, to the tokens that lead there (OpenRLHF).
     """
     loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    credit = LeaveOneOut(whiten=whiten, mask_truncated=mask_truncated)
+    credit = GroupBaseline(baseline=leave_one_out, whiten=whiten, mask_truncated=mask_truncated)
     return Algorithm("rloo", credit, loss, named(reduction), tuple(terms))
 
 
@@ -162,7 +162,7 @@ def max_rl(
     A_i = (r_i - mean_g) / mean_g where the mean is positive;  clipped token loss;  mean over tokens
     """
     loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    credit = RelativeToMean(whiten=whiten, mask_truncated=mask_truncated)
+    credit = GroupBaseline(baseline=relative_to_mean, whiten=whiten, mask_truncated=mask_truncated)
     return Algorithm("max_rl", credit, loss, named(reduction), tuple(terms))
 
 

@@ -26,7 +26,9 @@ def recipe(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     """Enter a function of keywords in RECIPES; a fault in its arguments is one line that names it and the argument."""
 
     @wraps(function)
-    def make(*nothing: P.args, **given: P.kwargs) -> Algorithm:
+    def make(*unnamed: P.args, **given: P.kwargs) -> Algorithm:
+        if unnamed:
+            raise SettingError(function.__name__, f"wanted keywords, as clip=..., got {brief(unnamed[0])}")
         return _made(function, given, given)
 
     RECIPES[function.__name__] = make
@@ -90,27 +92,25 @@ def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.A
         UserError: one line.
     """
     given = {key: _frozen(value) for key, value in table.items()}
-    name, convention = given.pop("name", "grpo"), given.pop("convention", None)
-    if isinstance(name, str) and ":" in name:
-        return _own(name, find(name, folder), given)
-    function = _recipe(name)
+    name = str(given.pop("name", "grpo"))
+    own = ":" in name
+    function = find(name, folder) if own else _recipe(name)
+    if not callable(function):
+        raise PluginError("algorithm", name, f"wanted a function, got {brief(function)}")
+    usual = {} if own else _convention(name, given.pop("convention", None))
     parameters = inspect.signature(function).parameters
-    for key, value in given.items():
-        if key in MOVED and value is not None and not isinstance(value, Mapping):
-            raise SettingError("algorithm", f"{key!r} is now {MOVED[key]}")
     _refuse_keys(name, given, parameters)
-    arguments = _with_terms(_with_convention(given, _convention(name, convention), parameters), parameters)
+    arguments = _with_terms(_with_convention(given, usual, parameters), parameters)
+    if own:
+        return _called(name, function, arguments)
     try:
         return _made(function, arguments, given)
     except SettingError as error:
         raise error if error.parts[0].startswith("algorithm") else error.within("algorithm") from None
 
 
-def _own(name: str, function: Any, given: Mapping[str, Any]) -> types.Algorithm:
-    """What a function of the user's makes of the keys."""
-    parameters = inspect.signature(function).parameters
-    _refuse_keys(name, given, parameters)
-    arguments = _with_terms(given, parameters)
+def _called(name: str, function: Any, arguments: Mapping[str, Any]) -> types.Algorithm:
+    """What a function of the user's returns."""
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -121,9 +121,9 @@ def _own(name: str, function: Any, given: Mapping[str, Any]) -> types.Algorithm:
     return made
 
 
-def _recipe(name: Any) -> Callable[..., Algorithm]:
+def _recipe(name: str) -> Callable[..., Algorithm]:
     if name not in RECIPES:
-        hint = did_you_mean(str(name), RECIPES) or f"; there are {', '.join(RECIPES)}, or 'file.py:function'"
+        hint = did_you_mean(name, RECIPES) or f"; there are {', '.join(RECIPES)}, or 'file.py:function'"
         raise SettingError("algorithm", "name", f"unknown algorithm {name!r}{hint}")
     return inspect.unwrap(RECIPES[name])
 
@@ -147,6 +147,8 @@ def _refuse_keys(name: str, given: Mapping[str, Any], parameters: Mapping[str, A
     known = [key for key in parameters if key not in ("terms", "teacher")]
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key, value in given.items():
+        if key in MOVED and value is not None and not isinstance(value, Mapping) and ":" not in name:
+            raise SettingError("algorithm", _unknown(key, ()))
         if key in TERMS and key not in known:
             if not isinstance(value, Mapping):
                 raise SettingError(f"algorithm.{key}", f"wanted a table, got {brief(value)}")

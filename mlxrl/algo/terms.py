@@ -200,8 +200,8 @@ class TeacherAdvantage(TeacherTerm):
 
     def advantage(self, new: Logprobs, batch: MicroBatch) -> mx.array:
         student = new.token_logprobs if self.source == "new" else there(batch.old_logprobs)
-        behind = log_ratio(mx.stop_gradient(student), there(batch.teacher_logprobs), batch.mask)
-        return self.coefficient * -reward_to_go(clamp(behind, self.clamp), self.gamma)
+        cost = log_ratio(mx.stop_gradient(student), there(batch.teacher_logprobs), batch.mask)
+        return self.coefficient * -reward_to_go(clamp(cost, self.clamp), self.gamma)
 
 
 @term("teacher_kl")

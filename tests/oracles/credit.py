@@ -36,7 +36,7 @@ def uniform(case: Case) -> Results:
         "out_slime_std": relative("group", 1e-6),
         "out_tinker": relative("none"),
         "out_primerl_grpo": relative("none"),
-        "out_primerl_max_rl": advantages.max_rl(rewards, ids),
+        "out_primerl_max_rl": advantages.relative_to_mean(rewards, ids),
         "metric_frac_reward_zero_std": np.isclose(stds, 0).mean(),
         "metric_reward_std": advantages.spread(rewards.astype(np.float64)),
     }
