@@ -119,7 +119,9 @@ def _known_keywords(cls: Any, initialise: Callable[..., None]) -> Callable[..., 
     fields = {field.name: field for field in dataclasses.fields(cls)}
 
     @wraps(initialise)
-    def __init__(self: Any, **given: Any) -> None:
+    def __init__(self: Any, *unnamed: Any, **given: Any) -> None:
+        if unnamed:
+            raise SettingError(cls.table, f"wanted keywords, as {next(iter(fields))}=..., got {brief(unnamed[0])}")
         refuse_unknown(cls.table, given, fields)
         for name, field in fields.items():
             if name not in given and field.default is field.default_factory is dataclasses.MISSING:

@@ -142,6 +142,8 @@ def anything(**given):
 
 def nothing():
     return 3
+
+three = 3
 """
 
 
@@ -166,7 +168,8 @@ def test_an_algorithm_of_ones_own(tmp_path: Path) -> None:
         ),
         ("nothing", {}, "own_algo.py:nothing: wanted a function that returns an algorithm, got 3"),
         ("nothing", {"veto": {"threshold": 1}}, "own_algo.py:nothing: got an unexpected keyword argument 'terms'"),
-        ("mak", {}, "'own_algo.py:mak': own_algo.py has no 'mak'; did you mean 'make'?"),
+        ("mak", {}, "algorithm: name: 'own_algo.py:mak': own_algo.py has no 'mak'; did you mean 'make'?"),
+        ("three", {}, "algorithm: own_algo.py:three: wanted a function, got 3"),
     ):
         with pytest.raises(UserError) as caught:
             built(name, **table)

@@ -111,6 +111,7 @@ def test_needs_follow_the_terms() -> None:
         (lambda: KL(coefficient=0), "algorithm.kl: coefficient: wanted more than 0, got 0; leave the term out"),
         (lambda: KL(coefficient=math.nan), "algorithm.kl: coefficient: wanted more than 0, got NaN"),
         (lambda: KL(), "algorithm.kl: missing key 'coefficient'"),
+        (lambda: KL(0.04), "algorithm.kl: wanted keywords, as coefficient=..., got 0.04"),
         (lambda: KL(coefficient=1, estimator="k1"), "algorithm.kl: estimator: 'k1' in the loss has a gradient of mean"),
         (lambda: KL(coefficient=1, clamp=(1, -1)), "clamp: wanted a list of 2, each a number, got [1, -1]; the lower"),
         (lambda: KL(coefficient=1, clmp=1), "algorithm.kl: unknown key 'clmp'; did you mean 'clamp'?"),

@@ -94,9 +94,7 @@ def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.A
     given = {key: _frozen(value) for key, value in table.items()}
     name = str(given.pop("name", "grpo"))
     own = ":" in name
-    function = find(name, folder) if own else _recipe(name)
-    if not callable(function):
-        raise PluginError("algorithm", name, f"wanted a function, got {brief(function)}")
+    function = _found(name, folder) if own else _recipe(name)
     usual = {} if own else _convention(name, given.pop("convention", None))
     parameters = inspect.signature(function).parameters
     _refuse_keys(name, given, parameters)
@@ -107,6 +105,16 @@ def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.A
         return _made(function, arguments, given)
     except SettingError as error:
         raise error if error.parts[0].startswith("algorithm") else error.within("algorithm") from None
+
+
+def _found(name: str, folder: str | Path | None) -> Callable[..., Any]:
+    try:
+        found = find(name, folder)
+    except PluginError as error:
+        raise error.within("algorithm", "name") from None
+    if not callable(found):
+        raise PluginError("algorithm", name, f"wanted a function, got {brief(found)}")
+    return found
 
 
 def _called(name: str, function: Any, arguments: Mapping[str, Any]) -> types.Algorithm:

@@ -242,8 +242,7 @@ class TeacherTopK(TeacherTerm):
         close = divergence.with_tail if self.tail else divergence.renormalised
         return divergence.jsd(close(there(new.top_logprobs)), close(there(batch.teacher_top_logprobs)), self.beta)
 
-    def gap(self, new: Logprobs, batch: MicroBatch) -> mx.array:
-        return self.loss(new, batch)
+    gap = loss
 
 
 @term("teacher_surrogate")
@@ -293,5 +292,4 @@ class TeacherVocabulary(TeacherTerm):
     def loss(self, new: Logprobs, batch: MicroBatch) -> mx.array:
         return there(new.divergence)
 
-    def gap(self, new: Logprobs, batch: MicroBatch) -> mx.array:
-        return there(new.divergence)
+    gap = loss
