@@ -108,6 +108,7 @@ class Algorithm:
     terms: tuple[Term, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "terms", tuple(self.terms))
         for term in self.terms:
             if not isinstance(term, Term):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise SettingError(self.name, "terms", f"wanted terms such as KL(...), got {brief(term)}")
