@@ -27,7 +27,6 @@ from machine import machine
 ROOT = Path(__file__).parent.parent
 SEVERAL = ("train.updates_per_rollout=2", "train.minibatches=2")
 TAUGHT = ("algorithm.name=opd", "teacher.id=arithmetic", "teacher.adapter={teacher}")
-CANDIDATES = (*TAUGHT, "algorithm.teacher_term=candidates", "algorithm.teacher_k=8")
 
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -46,9 +45,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dppo": (),
     "luspo": (),
     "opd": TAUGHT,
-    "opd, candidates": CANDIDATES,
-    "opd, surrogate": (*CANDIDATES, "algorithm.teacher_divergence=surrogate"),
-    "opd, vocabulary": (*TAUGHT, "algorithm.teacher_term=vocabulary"),
+    "opd, candidates": (*TAUGHT, "algorithm.teacher_top_k.k=8"),
+    "opd, surrogate": (*TAUGHT, "algorithm.teacher_surrogate.k=8"),
+    "opd, vocabulary": (*TAUGHT, "algorithm.teacher_vocabulary.beta=1"),
 }
 """Overrides of the config, by line of the table; its first word is the recipe.
 

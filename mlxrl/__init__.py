@@ -1,7 +1,7 @@
 """mlxrl: reinforcement-learning post-training of language models on MLX.
 
-The names below are the library; `examples/loop.py` is a training run written with them. More recipes, and the pieces
-that all are made of, are in `mlxrl.algo`. Each name is imported when it is first asked for, so that `mlxrl --help`
+The names below are the library; `examples/loop.py` is a training run written with them. The pieces that algorithms are
+made of are in `mlxrl.algo`. Each name is imported when it is first asked for, so that `mlxrl --help`
 loads no numpy and a machine without MLX's backend can be told so.
 """
 
@@ -12,7 +12,40 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlxrl import algo, rewards
-    from mlxrl.algo.recipes import dapo, dr_grpo, grpo, gspo, opd, rloo
+    from mlxrl.algo.algorithm import Algorithm, Term
+    from mlxrl.algo.credit import Whiten
+    from mlxrl.algo.echo import Echo
+    from mlxrl.algo.recipes import (
+        cispo,
+        dapo,
+        dppo,
+        dr_grpo,
+        gigpo,
+        gmpo,
+        grpo,
+        gspo,
+        gspo_token,
+        luspo,
+        max_rl,
+        opd,
+        reinforce_pp,
+        reinforce_pp_baseline,
+        rloo,
+        sapo,
+    )
+    from mlxrl.algo.terms import (
+        KL,
+        Correction,
+        Entropy,
+        KLReward,
+        OffPolicyMask,
+        TeacherAdvantage,
+        TeacherKL,
+        TeacherSurrogate,
+        TeacherTopK,
+        TeacherVocabulary,
+        Veto,
+    )
     from mlxrl.data import cycle, tasks
     from mlxrl.policy.logprobs import logprobs
     from mlxrl.policy.lora import without_adapters
@@ -24,36 +57,60 @@ if TYPE_CHECKING:
     from mlxrl.train.loop import Step, train
     from mlxrl.train.pack import pack
     from mlxrl.train.step import update
-    from mlxrl.types import Algorithm, Feedback, MicroBatch, Task, Trajectory, Turn
+    from mlxrl.types import Feedback, MicroBatch, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm",
+    "Correction",
+    "Echo",
+    "Entropy",
     "Feedback",
+    "KL",
+    "KLReward",
     "LoRA",
     "MicroBatch",
+    "OffPolicyMask",
     "Policy",
     "Sampling",
     "Step",
     "Task",
+    "TeacherAdvantage",
+    "TeacherKL",
+    "TeacherSurrogate",
+    "TeacherTopK",
+    "TeacherVocabulary",
+    "Term",
     "Trajectory",
     "Turn",
+    "Veto",
+    "Whiten",
     "algo",
+    "cispo",
     "compare",
     "cycle",
     "dapo",
+    "dppo",
     "dr_grpo",
     "evaluate",
+    "gigpo",
+    "gmpo",
     "grpo",
     "gspo",
+    "gspo_token",
     "load",
     "logprobs",
+    "luspo",
+    "max_rl",
     "opd",
     "pack",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
     "rewards",
     "rloo",
     "rollout",
+    "sapo",
     "score",
     "tasks",
     "train",
@@ -62,7 +119,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "mlxrl.algo.recipes": ("dapo", "dr_grpo", "grpo", "gspo", "opd", "rloo"),
+    "mlxrl.algo.algorithm": ("Algorithm", "Term"),
+    "mlxrl.algo.credit": ("Whiten",),
+    "mlxrl.algo.echo": ("Echo",),
+    "mlxrl.algo.recipes": (
+        *("cispo", "dapo", "dppo", "dr_grpo", "gigpo", "gmpo", "grpo", "gspo", "gspo_token", "luspo", "max_rl"),
+        *("opd", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
+    ),
+    "mlxrl.algo.terms": (
+        *("KL", "Correction", "Entropy", "KLReward", "OffPolicyMask", "TeacherAdvantage"),
+        *("TeacherKL", "TeacherSurrogate", "TeacherTopK", "TeacherVocabulary", "Veto"),
+    ),
     "mlxrl.data": ("cycle", "tasks"),
     "mlxrl.policy.logprobs": ("logprobs",),
     "mlxrl.policy.lora": ("without_adapters",),
@@ -74,7 +141,7 @@ _HOMES = {
     "mlxrl.train.pack": ("pack",),
     "mlxrl.train.step": ("update",),
     "mlxrl.settings": ("LoRA", "Sampling"),
-    "mlxrl.types": ("Algorithm", "Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
+    "mlxrl.types": ("Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
 }
 
 

@@ -55,9 +55,15 @@ Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 Text = Annotated[str, Meta(min_length=1)]
 Characters = Annotated[str, Meta(min_length=1, extra={"blank": True})]
 Unbounded = Meta(extra={"infinite": True})
+AboveOne = Annotated[float, Meta(gt=1), Unbounded]
+Interval = Annotated[
+    tuple[float | None, float | None], Meta(extra={"ordered": True}), because("the lower bound stands first")
+]
+"""Two bounds, either of which may be missing."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -91,20 +97,22 @@ def _post_init(self: Any) -> None:
 
 def checked_value(table: str, name: str, hint: Any, value: Any) -> Any:
     """`converted`, whose faults name the table and the key."""
-    if hasattr(hint, "table"):
-        return _nested(hint, name, value)
+    choices = (hint, *get_args(hint))
+    nested = next((choice for choice in choices if hasattr(choice, "table")), None)
+    if nested is not None:
+        return None if value is None and types.NoneType in choices else _nested(nested, table, name, value)
     try:
         return converted(hint, value)
     except SettingError as error:
         raise error.within(table, name) from None
 
 
-def _nested(cls: Any, name: str, value: Any) -> Any:
+def _nested(cls: Any, table: str, name: str, value: Any) -> Any:
     """A table as the checked class that it is, whose faults name it themselves."""
     if isinstance(value, Mapping):
         return cls(**value)
     if not isinstance(value, cls):
-        raise SettingError(name, f"wanted a table, got {brief(value)}")
+        raise SettingError(table, name, f"wanted a table, got {brief(value)}")
     return value
 
 
@@ -112,7 +120,9 @@ def _known_keywords(cls: Any, initialise: Callable[..., None]) -> Callable[..., 
     fields = {field.name: field for field in dataclasses.fields(cls)}
 
     @wraps(initialise)
-    def __init__(self: Any, **given: Any) -> None:
+    def __init__(self: Any, *unnamed: Any, **given: Any) -> None:
+        if unnamed:
+            raise SettingError(cls.table, f"wanted keywords, as {next(iter(fields))}=..., got {brief(unnamed[0])}")
         refuse_unknown(cls.table, given, fields)
         for name, field in fields.items():
             if name not in given and field.default is field.default_factory is dataclasses.MISSING:
@@ -176,6 +186,7 @@ def converted(hint: Any, value: Any) -> Any:
         made, right = None, False
     else:
         right = _filled(hint, made) and (_extra(hint, "infinite") or _finite(made))
+        right = right and (not _extra(hint, "ordered") or _in_order(made))
     if right:
         return made
     why = _extra(hint, "why")
@@ -197,9 +208,13 @@ def _finite(value: Any) -> bool:
     return all(map(_finite, value)) if isinstance(value, tuple | list) else True
 
 
+def _in_order(value: Any) -> bool:
+    return value is None or None in value or value[0] < value[1]
+
+
 def _extra(hint: Any, name: str) -> Any:
-    """What `because` or `Unbounded` say of a setting, None for nothing."""
-    return next((meta.extra[name] for meta in _metas(hint) if meta.extra and name in meta.extra), None)
+    """What `because`, `Unbounded` or `Interval` say of a setting, None for nothing."""
+    return next((meta.extra[name] for meta in _metas(hint, inside=True) if meta.extra and name in meta.extra), None)
 
 
 def _metas(hint: Any, *, inside: bool = False) -> list[Meta]:
@@ -234,8 +249,9 @@ def wanted(hint: Any) -> str:
 
 
 def _listed(arguments: Sequence[Any]) -> str:
-    fixed = [part for part in arguments if part is not Ellipsis]
-    return f"a list{f' of {len(fixed)}' if len(fixed) > 1 else ''}, each {wanted(fixed[0])}"
+    fixed = [wanted(part) for part in arguments if part is not Ellipsis]
+    parts = f"each {fixed[0]}" if len(set(fixed)) == 1 else ", then ".join(fixed)
+    return f"a list{f' of {len(fixed)}' if len(fixed) > 1 else ''}, {parts}"
 
 
 def _bounded(kind: Any, metas: Sequence[Meta]) -> str:

@@ -8,3 +8,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1] / "examples"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import shapes
+
+import mlxrl.algo
+
+WATCHED = shapes.watch(mlxrl.algo)

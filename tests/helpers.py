@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from mlxrl.settings import LoRA, Sampling
 from mlxrl.types import (
     Batch,
     Group,
+    Logprobs,
     MicroBatch,
     Task,
     TokenDetails,
+    Totals,
     Trajectory,
     Turn,
 )
@@ -266,3 +269,29 @@ def attempt(reward: float, tokens: int = 2, stop: Any = "eos", turns: Any = None
 
 def close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=2e-6, atol=1e-7)
+
+
+def group(*rewards: float) -> Group:
+    """Attempts of two tokens each with these rewards."""
+    return tuple(attempt(reward) for reward in rewards)
+
+
+def micro_batch(mask: Any, advantages: Any, **changes: Any) -> MicroBatch:
+    """A micro-batch without a prefix, whose tokens the sampler found at a log-prob of -1."""
+    m = mx.array(mask, dtype=mx.float32)
+    tokens = mx.zeros(m.shape, dtype=mx.int32)
+    fields = {"sampler_logprobs": mx.full(m.shape, -1.0), **changes}
+    return MicroBatch(tokens[0, :0], tokens, m, mx.array(advantages) * mx.ones_like(m), **fields)
+
+
+def eager_and_compiled(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    return [function, mx.compile(function)]
+
+
+def value_and_gradient(algorithm: Any, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, mx.array]:
+    """Loss of an algorithm, and its gradient with respect to the new log-probs."""
+
+    def loss(chosen: mx.array) -> mx.array:
+        return algorithm.loss(Logprobs(chosen, new.entropy), batch, totals)[0]
+
+    return mx.value_and_grad(loss)(new.token_logprobs)

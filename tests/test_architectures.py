@@ -19,6 +19,7 @@ from helpers import by_hand, calls, made, minibatch
 from mlx.utils import tree_flatten
 
 from mlxrl.algo.recipes import grpo
+from mlxrl.algo.terms import KL
 from mlxrl.policy import gated_delta
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.lora import without_adapters
@@ -51,7 +52,7 @@ def test_values_and_gradients_equal_those_of_a_plain_forward(make, prefix, monke
 
 @pytest.mark.parametrize("make", EXPERT)
 def test_a_step_moves_the_experts_adapters_and_leaves_the_router(make):
-    p, algo = a_policy(make, move=False), grpo(kl=0.1)
+    p, algo = a_policy(make, move=False), grpo(terms=[KL(coefficient=0.1)])
     routers = {n: mx.array(v) for n, v in tree_flatten(p.model.parameters()) if "gate.weight" in n or "router" in n}
     assert routers
     batch = pack([made([1.0, 0.0, 0.3])], algo)
@@ -78,7 +79,7 @@ def test_the_reference_of_experts_is_the_base_bit_for_bit(make):
 @pytest.mark.parametrize("make", EVERY)
 def test_a_group_in_chunks_has_the_gradient_of_the_group(make):
     """Caches of every kind carry the prompt to the chunks, and its gradient back; the reference comes in chunks too."""
-    p, algo = a_policy(make), grpo(kl=0.1)
+    p, algo = a_policy(make), grpo(terms=[KL(coefficient=0.1)])
     group = [made([1.0, 0.0, 0.4], lengths=[6, 6, 6])]
     whole, split = (
         fill(p, pack(group, algo, tokens_per_pass=tokens), frozenset({"reference"})) for tokens in (None, 97)

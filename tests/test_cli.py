@@ -118,7 +118,8 @@ def test_every_setting_arrives(folder, monkeypatch):
         "optimizer.name": '"lion"',
         "optimizer.learning_rate": 0.5, "optimizer.schedule": '"cosine"', "optimizer.warmup_steps": 4,
         "optimizer.weight_decay": 0.0625, "optimizer.betas": "[0.5, 0.25]", "optimizer.max_grad_norm": 17,
-        "evaluation.temperature": 0.375, "evaluation.success": 0.6, "algorithm.kl": 0.03, "algorithm.name": "opd",
+        "evaluation.temperature": 0.375, "evaluation.success": 0.6, "algorithm.kl.coefficient": 0.03,
+        "algorithm.name": "opd",
         "algorithm.reward": 0.25, "teacher.id": EXAMPLE, "teacher.dtype": "bfloat16", "teacher.hint": "answer",
         "reward.overlong_buffer": 5, "reward.overlong_factor": 2, "reward.overlong_cap": 1,
         "reward.length_penalty": 0.5, "rollout.stop_strings": '["\\n"]', "rollout.min_tokens": 2,
@@ -136,7 +137,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     rewards = seen["train"].pop("reward")
     assert ([one.__name__ for one in rewards.functions], rewards.weights) == (["judge"], (0.5,))
     shape, judge = seen["train"].pop("shape"), seen["train"].pop("teacher")
-    assert (policy.lora, len(rows), algorithm.arguments["kl"]) == (
+    assert (policy.lora, len(rows), algorithm.terms[0].coefficient) == (
         LoRA(rank=3, scale=1.5, dropout=0.25, keys=("self_attn.q_proj",)),
         len(read_lines(EXAMPLE / "train.jsonl")),
         0.03,
@@ -171,7 +172,7 @@ def test_every_setting_arrives(folder, monkeypatch):
 def test_reward_functions_are_put_on_their_own_scales(folder):
     settings = [
         'reward.functions=["judge.py:judge", "mlxrl.rewards:last_number_matches"]', "reward.weights=[1, 0.5]",
-        "algorithm.combine=normalise", "algorithm.whiten=true", "reward.length_penalty=0.1", "rollout.max_draws=2",
+        "algorithm.scale=function", "algorithm.whiten={ddof = 1}", "reward.length_penalty=0.1", "rollout.max_draws=2",
     ]  # fmt: skip
     assert train(folder, *settings) == 0
     assert all(
@@ -184,10 +185,10 @@ def test_reward_functions_are_put_on_their_own_scales(folder):
         assert -0.1 * 2.5 <= length <= 0
 
 
-OPENCLAW = ["algorithm.teacher_term=candidates", "algorithm.teacher_divergence=surrogate"]
+OPENCLAW = ["algorithm.teacher_surrogate.k=16"]
 TEACHER = {
     "by another model": ["teacher.id={model}", "teacher.adapter={adapter}"],
-    "by a hint": ["teacher.hint=answer", "algorithm.teacher_term=vocabulary"],
+    "by a hint": ["teacher.hint=answer", "algorithm.teacher_vocabulary.beta=1"],
     "by the base": ["teacher.id=base", "teacher.hint=answer", *OPENCLAW],
 }
 

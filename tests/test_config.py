@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from helpers import MAZE, MINIMAL
 
-from mlxrl import config
-from mlxrl.algo.arguments import CONVENTIONS
-from mlxrl.algo.recipes import RECIPES
+from mlxrl import algo, config
+from mlxrl.algo.conventions import CONVENTIONS
+from mlxrl.algo.table import RECIPES
 from mlxrl.config import ConfigError
 from mlxrl.config.tables import Config
 
@@ -83,7 +83,7 @@ def test_overrides_are_toml_and_bare_texts(folder):
     assert (got.data.columns, got.data.thinking) == ({"answer": "answer"}, False)
     assert got.optimizer.betas == (0.9, 0.95)
     assert got.optimizer.max_grad_norm == math.inf
-    assert config.algorithm(got).arguments["clip"] == (0.2, 0.28)
+    assert config.algorithm(got) == algo.grpo(clip=(0.2, 0.28))
 
 
 REFUSED_FILES = {
@@ -103,7 +103,7 @@ REFUSED_FILES = {
     "[rollout]\ntemperature = inf": "temperature: wanted more than 0, got Infinity; at 0",
     "[rollout]\ntemperature = 0": "temperature: wanted more than 0, got 0; at 0 a group's attempts are all equal",
     "[rollout]\ntop_k = 1": "run.toml: rollout: top_k: 1 makes a group's attempts all equal and nothing is learned",
-    "[rollout]\ngroup_size = 1": "run.toml: rollout: group_size: 1 cannot learn with grpo: its baseline needs",
+    "[rollout]\ngroup_size = 1": "run.toml: rollout: group_size: 1 cannot learn with grpo, which compares",
     "[optimizer]\nlearning_rate = 0": "run.toml: optimizer: learning_rate: wanted more than 0, got 0; at 0 nothing is",
     "[optimizer]\nmax_grad_norm = 0": "wanted more than 0, got 0; at 0 nothing is learned; inf switches clipping off",
     "[optimizer]\nname = 'adamv'": """name: wanted one of "adamw", "adam", "sgd", "lion", got "adamv"; did you mean""",
@@ -113,10 +113,11 @@ REFUSED_FILES = {
     "[optimizer]\nname = 'adam'\nweight_decay = 0.1": "optimizer: weight_decay: adam has none; wanted name = 'adamw'",
     "[optimizer]\nwarmup_steps = 100": "optimizer: warmup_steps: wanted less than the 100 steps, got 100",
     "[algorithm]\nname = 'grpoo'": "run.toml: algorithm: name: unknown algorithm 'grpoo'; did you mean 'grpo'?",
-    "[algorithm]\nclp = 0.2": "run.toml: algorithm: grpo: unknown argument 'clp'; did you mean 'clip'?",
-    "[algorithm]\nclip = 0.2": "run.toml: algorithm: clip: wanted a list, got 0.2",
-    "[algorithm]\nkl = 'big'": """run.toml: algorithm: kl: wanted a number, got "big\"""",
-    "[algorithm]\nkl_estimator = 'k3'": "run.toml: algorithm: grpo: kl_estimator has no effect, because kl is 0",
+    "[algorithm]\nclp = 0.2": "run.toml: algorithm: grpo: unknown key 'clp'; did you mean 'clip'?",
+    "[algorithm]\nclip = 0.2": "run.toml: algorithm: grpo: clip: wanted a list of 2, at least 0",
+    "[algorithm.kl]\ncoefficient = 'big'": """run.toml: algorithm.kl: coefficient: wanted more than 0, got "big\"""",
+    "[algorithm]\nkl_estimator = 'k3'": "run.toml: algorithm: 'kl_estimator' is now algorithm.kl.estimator",
+    "[algorithm]\nkl = 0.04": "run.toml: algorithm: 'kl' is now algorithm.kl.coefficient",
     "[algorithm]\nname = 3": "run.toml: algorithm: name: wanted a text in quotes, got 3",
     "[evaluation]\nsuccess = nan": "run.toml: evaluation: success: wanted a finite number, got NaN",
     "[train]\nupdates_per_rollout = 0": "run.toml: train: updates_per_rollout: wanted at least 1, got 0",
@@ -125,9 +126,10 @@ REFUSED_FILES = {
     "[rollout]\npenalty_context = 5": "run.toml: rollout: penalty_context: has no effect without a penalty",
     "[rollout]\nstop_strings = ['']": "run.toml: rollout: stop_strings: wanted texts that are not empty, got ['']",
     "[rollout]\nmax_draws = 0": "run.toml: rollout: max_draws: wanted at least 1, got 0",
-    "[algorithm]\nkl = -0.1": "run.toml: algorithm: grpo: kl: wanted at least 0, got -0.1",
-    f"[echo]\nweight = 0.1\n[environment]\nfactory = '{MAZE}:Maze'\nmax_turns = 1": (
-        "run.toml: echo: weight: has no effect with environment.max_turns = 1: no answer is read"
+    "[algorithm.kl]\ncoefficient = -0.1": "run.toml: algorithm.kl: coefficient: wanted more than 0, got -0.1",
+    "[echo]\nweight = 0.1": "run.toml: echo: is now the table [algorithm.echo]",
+    f"[algorithm.echo]\nweight = 0.1\n[environment]\nfactory = '{MAZE}:Maze'\nmax_turns = 1": (
+        "run.toml: algorithm: echo: has no effect with environment.max_turns = 1: no answer is read"
     ),
     "[teacher]\nid = 'base'": "run.toml: teacher: has no effect, because grpo does not learn from a teacher",
     "[lora": "run.toml: not TOML: ",
@@ -171,7 +173,11 @@ REFUSED_OVERRIDES = {
     "reward.overlong_cap=2": "reward: overlong_cap: has no effect without reward.overlong_buffer",
     "reward.overlong_buffer=257": "reward: overlong_buffer: wanted at most rollout.max_tokens, 256, got 257",
     "reward.length_penalty=-1": "command line: reward: length_penalty: wanted at least 0, got -1",
-    "algorithm.clp=[0.1, 0.2]": "command line: algorithm: grpo: unknown argument 'clp'; did you mean 'clip'?",
+    "algorithm.clp=[0.1, 0.2]": "command line: algorithm: grpo: unknown key 'clp'; did you mean 'clip'?",
+    "algorithm.kl.coeficient=1": "command line: algorithm.kl: unknown key 'coeficient'; did you mean 'coefficient'?",
+    "algorithm.kl.clip=1": "command line: algorithm.kl: unknown key 'clip'; did you mean 'algorithm.clip'?",
+    "algorithm.name=grpoo": "command line: algorithm: name: unknown algorithm 'grpoo'; did you mean 'grpo'?",
+    "algorithm.name=none.py:make": "command line: algorithm: name: no file 'none.py' beside the config",
 }
 
 
@@ -279,20 +285,36 @@ def test_a_path_beside_the_config_comes_before_one_in_the_current_directory(fold
 
 
 def test_group_size_1_is_refused_only_where_the_baseline_is_the_group(folder):
-    class Plain:
-        name, needs, arguments = "plain", frozenset(), {}
+    assert "1 cannot learn with rloo, which compares a completion with the others of its group" in refused(
+        folder, "algorithm.name=rloo", "rollout.group_size=1"
+    )
+    one = ("algorithm.name=reinforce_pp", "rollout.group_size=1")
+    assert read(folder, *one).rollout.group_size == 1
+    alone = refused(folder, *one, "rollout.tasks_per_step=1")
+    assert "1 cannot learn with reinforce_pp, which compares a completion with the others of its step" in alone
+    assert read(folder, *OPD, "rollout.group_size=1").rollout.group_size == 1
 
-        def advantages(self, groups):
-            rewards = [one.reward for attempts in groups for one in attempts]
-            return [[reward - sum(rewards) / len(rewards)] for reward in rewards]
 
-    RECIPES["plain"] = lambda: Plain()
-    try:
-        assert read(folder, "algorithm.name=plain", "rollout.group_size=1").rollout.group_size == 1
-        alone = ("algorithm.name=plain", "rollout.group_size=1", "rollout.tasks_per_step=1")
-        assert "1 cannot learn with plain" in refused(folder, *alone)
-    finally:
-        del RECIPES["plain"]
+def test_an_algorithm_of_ones_own_is_found_beside_the_config_and_read_back(folder, tmp_path, monkeypatch):
+    (folder / "mine.py").write_text(
+        "from dataclasses import replace\nimport mlxrl as rl\n\n"
+        "def make(*, low=0.2, terms=()):\n"
+        "    return replace(rl.grpo(clip=(low, 0.3), terms=terms), name='mine')\n"
+    )
+    settings = ("algorithm.name=mine.py:make", "algorithm.low=0.1", "algorithm.kl.coefficient=0.5")
+    first = read(folder, *settings)
+    built = config.algorithm(first)
+    assert (built.name, built.policy_loss.clip, built.terms) == ("mine", (0.1, 0.3), (algo.KL(coefficient=0.5),))
+    text = config.text(first)
+    assert tomllib.loads(text)["algorithm"] == {
+        "name": f"{folder}/mine.py:make", "low": 0.1, "kl": {"coefficient": 0.5}
+    }  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "again.toml").write_text(text)
+    assert config.algorithm(config.read(tmp_path / "again.toml")) == built
+    assert "mine.py:make: unknown key 'lo'; did you mean 'low'?" in refused(folder, settings[0], "algorithm.lo=1")
+    (folder / "mine.py").write_text("def make(): return 3\n\ndef needs(x): pass\n")
+    assert "has no 'mak'; did you mean 'make'?" in refused(folder, "algorithm.name=mine.py:mak")
 
 
 def test_a_recipe_without_its_teacher_is_refused(folder):
@@ -302,7 +324,7 @@ def test_a_recipe_without_its_teacher_is_refused(folder):
 def test_the_resolved_text_makes_the_same_run_from_anywhere(folder, tmp_path, monkeypatch):
     first = read(
         folder,
-        "algorithm.kl=0.01",
+        "algorithm.kl.coefficient=0.01",
         'run.folder="a[\\n\\"b = ["',
         "data.columns.answer=answer",
         'data.system="Say = [\\n]"',
@@ -316,7 +338,7 @@ def test_the_resolved_text_makes_the_same_run_from_anywhere(folder, tmp_path, mo
     (tmp_path / "again.toml").write_text(text)
     again = config.read(tmp_path / "again.toml")
     assert config.resolved(again) == config.resolved(first)
-    assert config.algorithm(again).arguments == config.algorithm(first).arguments
+    assert config.algorithm(again) == config.algorithm(first)
     assert dataclasses.replace(again, algorithm=first.algorithm) == first
 
 
@@ -324,7 +346,7 @@ def test_the_resolved_text_makes_the_same_run_from_anywhere(folder, tmp_path, mo
 def test_every_recipe_is_the_same_after_a_round_trip(folder, name):
     first = read(folder, f"algorithm.name={name}", *(["teacher.hint=answer"] if name == "opd" else []))
     (folder / "again.toml").write_text(config.text(first))
-    assert config.algorithm(config.read(folder / "again.toml")).arguments == config.algorithm(first).arguments
+    assert config.algorithm(config.read(folder / "again.toml")) == config.algorithm(first)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +356,7 @@ def test_every_convention_is_the_same_after_a_round_trip(folder, family, name):
     judge = ["teacher.hint=answer"] if name == "opd" else []
     first = read(folder, f"algorithm.name={name}", f"algorithm.convention={family}", *judge)
     (folder / "again.toml").write_text(config.text(first))
-    assert config.algorithm(config.read(folder / "again.toml")).arguments == config.algorithm(first).arguments
+    assert config.algorithm(config.read(folder / "again.toml")) == config.algorithm(first)
 
 
 def test_short_lists_stand_on_one_line_and_long_ones_do_not(folder):

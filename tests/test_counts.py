@@ -16,6 +16,7 @@ import pytest
 from helpers import a_policy, made
 
 from mlxrl.algo.recipes import grpo
+from mlxrl.algo.terms import KL
 from mlxrl.policy import logprobs as module
 from mlxrl.policy.policy import Policy
 from mlxrl.settings import Sampling
@@ -61,7 +62,7 @@ def least(batch: Batch) -> int:
 @pytest.mark.parametrize("tokens_per_pass", [None, 105, 100])
 def test_an_update_runs_one_pass_and_one_for_a_reference(counted, kl, passes, tokens_per_pass):
     p, read, positions = counted
-    algo = grpo(kl=kl)
+    algo = grpo(terms=[KL(coefficient=kl)] if kl else [])
     batch = pack([made([1.0, 0.0, 0.4], lengths=[5, 5, 5])], algo, tokens_per_pass=tokens_per_pass)
     update(p, optim.SGD(1e-3), batch, algo)
     # 90 tokens of the prompt and four of each row; logits of the 15 sampled tokens.
@@ -73,7 +74,7 @@ def test_an_update_runs_one_pass_and_one_for_a_reference(counted, kl, passes, to
 @pytest.mark.parametrize(("kl", "updates", "passes"), [(0.0, 1, 1), (0.0, 2, 3), (0.1, 1, 2), (0.1, 3, 5)])
 def test_old_logprobs_are_computed_once_where_there_are_several_updates(counted, kl, updates, passes):
     p, read, positions = counted
-    algo = grpo(kl=kl)
+    algo = grpo(terms=[KL(coefficient=kl)] if kl else [])
     (step,) = train(
         p, [Task(LONG)], algo, reward=lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)],
         steps=1, tasks_per_step=1, group_size=4, sampling=Sampling(max_tokens=6), updates_per_rollout=updates,
@@ -100,7 +101,7 @@ def test_rows_without_signal_are_not_run_and_still_counted(counted):
 
 def test_a_split_group_reads_its_prompt_once(counted):
     p, read, positions = counted
-    algo = grpo(kl=0.1)
+    algo = grpo(terms=[KL(coefficient=0.1)])
     batch = pack([made([1.0, 0.0, 0.4, 0.0], lengths=[5] * 4)], algo, tokens_per_pass=95)
     assert len(batch) == 4
     update(p, optim.SGD(1e-3), batch, algo)

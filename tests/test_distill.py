@@ -12,9 +12,18 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from helpers import HINT, a_policy, assert_same_gradient, flat, length, made, moved, rows, with_tasks
+from oracles.extra import gather, log_softmax
 
 from mlxrl import algo
-from mlxrl.algo import distill, distributions
+from mlxrl.algo import divergence
+from mlxrl.algo.terms import (
+    TeacherAdvantage,
+    TeacherKL,
+    TeacherSurrogate,
+    TeacherTerm,
+    TeacherTopK,
+    TeacherVocabulary,
+)
 from mlxrl.policy import head
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.lora import without_adapters
@@ -28,22 +37,21 @@ from mlxrl.train.teacher import Teacher, hinted, teacher_of
 from mlxrl.types import Batch, Task
 from models import dense, tokenizer
 
-TERMS: list[dict[str, Any]] = [
-    {"teacher_term": "advantage"},
-    {"teacher_term": "loss"},
-    {"teacher_term": "candidates", "teacher_divergence": "reverse"},
-    {"teacher_term": "candidates", "teacher_divergence": "forward", "teacher_tail": False},
-    {"teacher_term": "candidates", "teacher_divergence": "jsd", "teacher_support": "student", "teacher_beta": 0.3},
-    {"teacher_term": "candidates", "teacher_divergence": "surrogate"},
-    {"teacher_term": "vocabulary", "teacher_divergence": "reverse"},
-    {"teacher_term": "vocabulary", "teacher_divergence": "forward"},
-    {"teacher_term": "vocabulary", "teacher_divergence": "jsd", "teacher_beta": 0.3},
+TERMS = [
+    TeacherAdvantage(),
+    TeacherKL(),
+    TeacherTopK(k=8),
+    TeacherTopK(k=8, beta=0.0, tail=False),
+    TeacherTopK(k=8, beta=0.3, support="student"),
+    TeacherSurrogate(k=8),
+    TeacherVocabulary(),
+    TeacherVocabulary(beta=0.0),
+    TeacherVocabulary(beta=0.3),
 ]
 
 
-def recipe(**options: Any) -> Any:
-    k = {"teacher_k": 8} if options["teacher_term"] == "candidates" else {}
-    return algo.opd(**k, **options)
+def name_of(term: TeacherTerm) -> str:
+    return f"{type(term).__name__}-{getattr(term, 'beta', '')}"
 
 
 def a_teacher(seed: int = 1, **changes: Any) -> Policy:
@@ -53,7 +61,7 @@ def a_teacher(seed: int = 1, **changes: Any) -> Policy:
 def whole(p: Policy, prompt: tuple[int, ...], action: tuple[int, ...]) -> mx.array:
     """[T, V] log-probs that predict an action's tokens, all logits at once."""
     logits = p.model(mx.array([[*prompt, *action]]))[0, len(prompt) - 1 : -1]
-    return distributions.log_softmax(logits)
+    return log_softmax(logits)
 
 
 def a_batch(algorithm: Any, size: int = 4) -> Batch:
@@ -77,23 +85,23 @@ def test_the_teacher_is_forced_on_the_same_tokens_under_its_own_prompt(size):
         with without_adapters(p) if given == "base" else nullcontext():
             for row, got in rows(filled, "teacher_logprobs").items():
                 action = groups[0][row].turns[0].tokens
-                wanted = distributions.gather(whole(judge.policy, prompts[hint], action), mx.array(action))
+                wanted = gather(whole(judge.policy, prompts[hint], action), mx.array(action))
                 np.testing.assert_allclose(got, np.array(wanted), rtol=1e-5, atol=2e-5)
         if (given, hint) == ("base", None):
             for m in filled:
                 assert mx.array_equal(m.teacher_logprobs, m.reference_logprobs)
 
 
-@pytest.mark.parametrize("options", TERMS[2:], ids=lambda o: "-".join(map(str, o.values())))
-def test_comparisons_are_those_of_all_logits_at_once(options, monkeypatch):
+@pytest.mark.parametrize("term", TERMS[2:], ids=name_of)
+def test_comparisons_are_those_of_all_logits_at_once(term, monkeypatch):
     """Value and gradient against log-probs [T, V] of both models, and chunks that cut through rows."""
-    p, other, algorithm = a_policy(), a_teacher(), recipe(**options)
+    p, other, algorithm = a_policy(), a_teacher(), algo.opd(teacher=term)
     batch = a_batch(algorithm)
     monkeypatch.setattr(head, "CHUNK", 320 * 3)
     filled = fill(p, batch, frozenset({"teacher"}), algo=algorithm, teacher=Teacher(other))
     metrics, got = gradient(p, filled, algorithm, Teacher(other))
     group, tokens = batch.groups[0], batch.totals.tokens
-    ids = None if options["teacher_term"] == "vocabulary" else rows(filled, "top_ids")
+    ids = None if isinstance(term, TeacherVocabulary) else rows(filled, "top_ids")
 
     def loss() -> mx.array:
         total = mx.array(0.0)
@@ -101,37 +109,39 @@ def test_comparisons_are_those_of_all_logits_at_once(options, monkeypatch):
             (turn,) = one.turns
             pair = [whole(model, one.prompt, turn.tokens) for model in (p, other)]
             if ids is not None:
-                pair = [distributions.gather(logp, mx.array(ids[row])) for logp in pair]
-            total = total + term(options, *pair).sum()
+                pair = [gather(logp, mx.array(ids[row])) for logp in pair]
+            total = total + by_definition(term, *pair).sum()
         return total / tokens
 
     value, wanted = nn.value_and_grad(p.model, loss)()
     assert metrics["policy/loss"] == pytest.approx(value.item(), rel=1e-4, abs=1e-6)
     assert_same_gradient(got, wanted, 2e-4)
-    if options.get("teacher_divergence") != "surrogate":
+    if not isinstance(term, TeacherSurrogate):
         assert metrics["policy/teacher_kl"] == pytest.approx(value.item(), rel=1e-4)
     if ids is not None and filled.micro_batches[0].top_ids is not None and algorithm.comparison.support == "teacher":
         best = np.argsort(-np.array(whole(other, group[0].prompt, group[0].turns[0].tokens)), axis=-1)[:, :8]
         assert [set(own) for own in ids[0].tolist()] == [set(own) for own in best.tolist()]
 
 
-def term(options: dict[str, Any], student: mx.array, teacher: mx.array) -> mx.array:
-    """[T] the term of the options, on distributions [T, K] or [T, V]."""
-    name = options["teacher_divergence"]
-    if name == "surrogate":
-        return distill.surrogate(student, teacher, (0.2, 0.2))[0]
-    if options["teacher_term"] == "candidates":
-        close = distill.with_tail if options.get("teacher_tail", True) else distill.renormalised
+def by_definition(term: Any, student: mx.array, teacher: mx.array) -> mx.array:
+    """[T] a term's loss, on distributions [T, K] or [T, V]."""
+    if isinstance(term, TeacherSurrogate):
+        old = mx.stop_gradient(student)
+        credit = mx.softmax(old, axis=-1) * (teacher - old)
+        return -(mx.stop_gradient(credit) * mx.exp(student - old)).sum(axis=-1)  # on-policy nothing is clipped
+    if isinstance(term, TeacherTopK):
+        close = divergence.with_tail if term.tail else divergence.renormalised
         student, teacher = close(student), close(teacher)
-    if name == "jsd":
-        return distill.jsd(student, teacher, 0.3)
-    return distill.DIVERGENCES[name](student, teacher)
+    ends = {0.0: divergence.forward_kl, 1.0: divergence.reverse_kl}
+    if term.beta in ends:
+        return ends[term.beta](student, teacher)
+    return divergence.jsd(student, teacher, term.beta)
 
 
-@pytest.mark.parametrize("options", [TERMS[0], TERMS[4], TERMS[6]], ids=lambda o: o["teacher_term"])
+@pytest.mark.parametrize("term", [TERMS[0], TERMS[4], TERMS[6]], ids=name_of)
 @pytest.mark.parametrize(("base", "hint"), [(True, None), (False, "hint")])
-def test_passes_that_share_a_prompt_change_nothing(options, base, hint):
-    p, algorithm = a_policy(keys=("self_attn.q_proj", "model.embed_tokens")), recipe(**options)
+def test_passes_that_share_a_prompt_change_nothing(term, base, hint):
+    p, algorithm = a_policy(keys=("self_attn.q_proj", "model.embed_tokens")), algo.opd(teacher=term)
     group, judge = with_tasks(made([float(n) for n in range(9)])), Teacher(p, base=base, hint=hint)
 
     def of(tokens: int | None) -> tuple[int, Any]:
@@ -145,15 +155,15 @@ def test_passes_that_share_a_prompt_change_nothing(options, base, hint):
     assert_same_gradient(got, wanted, 2e-5)
 
 
-@pytest.mark.parametrize("options", TERMS, ids=lambda o: "-".join(map(str, o.values())))
-def test_every_form_brings_the_student_closer(options):
-    p, other, algorithm = a_policy(move=False), a_teacher(), recipe(**options)
+@pytest.mark.parametrize("term", TERMS, ids=name_of)
+def test_every_form_brings_the_student_closer(term):
+    p, other, algorithm = a_policy(move=False), a_teacher(), algo.opd(teacher=term)
     batch = a_batch(algorithm)
 
     def gap() -> float:
         """KL(student || teacher) at the tokens of the batch."""
         found = [
-            distill.reverse_kl(*(whole(model, one.prompt, one.turns[0].tokens) for model in (p, other))).mean()
+            divergence.reverse_kl(*(whole(model, one.prompt, one.turns[0].tokens) for model in (p, other))).mean()
             for one in batch.groups[0]
         ]
         return float(mx.stack(found).mean())
@@ -167,7 +177,7 @@ def test_every_form_brings_the_student_closer(options):
 
 def test_candidates_and_old_logprobs_survive_several_updates():
     p, other = a_policy(), a_teacher()
-    algorithm = recipe(teacher_term="candidates", teacher_divergence="surrogate")
+    algorithm = algo.opd(teacher=TeacherSurrogate(k=8))
     batch = fill(p, a_batch(algorithm), algorithm.needs | {"old"}, algo=algorithm, teacher=Teacher(other))
     (m,) = batch
     assert mx.array_equal(m.old_logprobs, logprobs(p, m).token_logprobs)
@@ -176,7 +186,9 @@ def test_candidates_and_old_logprobs_survive_several_updates():
     again = logprobs(p, m, top_ids=m.top_ids).top_logprobs
     assert mx.abs(again - m.old_top_logprobs).max().item() > 0.01
     # The weights and gaps are those at sampling time: l = sum_k max(-A r, -A clip r) with r of now over then.
-    wanted = distill.surrogate(again, m.teacher_top_logprobs, (0.2, 0.2), None, (-20.0, 20.0), m.old_top_logprobs)[0]
+    credit = mx.softmax(m.old_top_logprobs, axis=-1) * (m.teacher_top_logprobs - m.old_top_logprobs)
+    r = mx.exp(again - m.old_top_logprobs)
+    wanted = mx.maximum(-credit * r, -credit * mx.clip(r, 0.8, 1.2)).sum(axis=-1)
     got = gradient(p, batch, algorithm, Teacher(other))[0]
     assert got["policy/loss"] == pytest.approx((wanted * m.mask).sum().item() / batch.totals.tokens, rel=1e-4)
     assert got["policy/loss"] < first[0]["policy/loss"]
@@ -193,20 +205,20 @@ def test_a_reward_is_mixed_in_by_its_weight():
         for one in (
             algo.opd(reward=0.5, reduction="sequence_mean"),
             algo.opd(reduction="sequence_mean"),
-            algo.opd(reward=0.5, teacher=1e-9, reduction="sequence_mean"),
+            algo.opd(reward=0.5, teacher=TeacherAdvantage(coefficient=1e-9), reduction="sequence_mean"),
         )
     )
     assert_same_gradient(both, {n: v + flat(rewarded)[n] for n, v in flat(taught).items()}, 1e-4)
     assert not mx.any(batch[0.0].micro_batches[0].advantages).item()
 
 
-@pytest.mark.parametrize("term", ["candidates", "vocabulary"])
+@pytest.mark.parametrize("term", [TeacherTopK(k=8), TeacherVocabulary()], ids=name_of)
 def test_no_more_than_a_chunk_of_logits_exists(term, monkeypatch):
     """4 rows of 16 tokens over 40,960 words: all logits are 10 MB, of the teacher and of the student."""
     wide = {"vocab_size": 40960, "tie_word_embeddings": True}
     p = as_policy(dense(**wide), tokenizer(), lora=LoRA(rank=4))
     moved(p.model)
-    other, algorithm = a_teacher(**wide), recipe(teacher_term=term)
+    other, algorithm = a_teacher(**wide), algo.opd(teacher=term)
     batch = pack([made([0.0, 1.0, 2.0, 3.0], prompt=4, lengths=[16] * 4)], algorithm)
     monkeypatch.setattr(head, "CHUNK", 2**21)  # 8 MB, and 1 MB where distributions are compared
     judge = Teacher(other)
@@ -258,18 +270,18 @@ def test_a_hint_stands_behind_the_last_message():
     assert hinted(Task("q", {"h": "x"}), "h").prompt == "q\n\nx"
 
 
-@pytest.mark.parametrize("options", [TERMS[0], TERMS[5], TERMS[6]], ids=lambda o: o["teacher_term"])
-def test_training_needs_no_reward(options):
+@pytest.mark.parametrize("term", [TERMS[0], TERMS[5], TERMS[6]], ids=name_of)
+def test_training_needs_no_reward(term):
     p, other = a_policy(), a_teacher()
     run: dict[str, Any] = {"steps": 2, "tasks_per_step": 2, "group_size": 2, "sampling": Sampling(max_tokens=5)}
     tasks = [Task(text, {"hint": HINT}) for text in ("one", "two", "three")]
-    found = list(train(p, tasks, recipe(**options), teacher=other, minibatches=2, **run))
+    found = list(train(p, tasks, algo.opd(teacher=term), teacher=other, minibatches=2, **run))
     for step in found:
         assert math.isnan(step.metrics["reward/mean"])
         assert step.metrics["reward/failed"] == step.metrics["groups/silent"] == 0
         assert step.metrics["policy/updates"] == 2
         assert step.metrics["policy/teacher_kl"] != 0
-    scored = list(train(p, tasks, recipe(**options), hint="hint", reward=length, **run))
+    scored = list(train(p, tasks, algo.opd(teacher=term), hint="hint", reward=length, **run))
     assert all(step.metrics["policy/updates"] == 1 for step in scored)
     assert all(math.isfinite(step.metrics["reward/mean"]) for step in scored)
     with pytest.raises(ValueError, match="grpo learns from rewards; wanted at least one function"):

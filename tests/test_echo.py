@@ -16,8 +16,9 @@ from environments.maze import Maze, maze_tasks
 from helpers import MAZE, MINIMAL, a_policy, assert_same_gradient, close, flat, made
 
 from mlxrl import algo, config
-from mlxrl.algo.echo import at_step, with_echo
-from mlxrl.cli import compose
+from mlxrl.algo import Echo
+from mlxrl.algo.algorithm import at_step, not_predicted
+from mlxrl.algo.echo import without_special_ids
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.rollout.turns import go_on, open_chat
 from mlxrl.settings import Sampling
@@ -47,24 +48,17 @@ def test_the_loss_of_two_observed_tokens() -> None:
     """-log p of 0.5 and 0.25 nats, over the step's 3 observed tokens, times 0.2: 0.2 * 0.75 / 3 = 0.05, and the
     derivative of each -0.2 / 3. The log-prob under the mask of nothing, NaN, has no part."""
 
-    class Nothing:
-        name, needs = "nothing", frozenset[str]()
-
-        def advantages(self, groups: Any) -> Any:
-            return [[0.0] * len(group) for group in groups]
-
-        def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> Any:
-            return new.token_logprobs.sum(), {"policy/loss": new.token_logprobs.sum()}
+    def one(new: mx.array, old: mx.array, advantages: mx.array, mask: mx.array) -> mx.array:
+        return mx.ones_like(new)
 
     zeros = mx.zeros((1, 4))
     observed = mx.array([[0.0, 1.0, 1.0, 0.0]])
-    batch = MicroBatch(zeros[0, :0], zeros.astype(mx.int32), zeros, zeros, zeros, observation_mask=observed)
-    chosen = mx.array([[1.0, 0.0, 0.0, 0.0]])
+    mask = mx.array([[1.0, 0.0, 0.0, 0.0]])
+    batch = MicroBatch(zeros[0, :0], zeros.astype(mx.int32), mask, zeros, zeros, observation_mask=observed)
+    algorithm = algo.Algorithm("nothing", lambda groups: [], one, algo.reduce.token_mean, (Echo(weight=0.2),))
 
     def loss(read: mx.array) -> Any:
-        return with_echo(Nothing(), 0.2).loss(
-            Logprobs(chosen, observation_logprobs=read), batch, Totals(1, 1, 1, 4, 0, 3)
-        )
+        return algorithm.loss(Logprobs(zeros, observation_logprobs=read), batch, Totals(1, 1, 1, 4, 0, 3))
 
     read = mx.array([[float("nan"), -0.5, -0.25, float("nan")]])
     (value, metrics), slope = mx.value_and_grad(loss)(read)
@@ -84,7 +78,7 @@ def test_what_is_observed_and_counted(prompt: int) -> None:
     turns[1] = dataclasses.replace(turns[1], observation=(7, *turns[1].observation[1:]))
     first = dataclasses.replace(first, turns=tuple(turns))
     group = (first, second, dataclasses.replace(second, stop="error"))
-    batch = pack([group], with_echo(algo.grpo(), 0.1, skip=[7]))
+    batch = pack([group], algo.grpo(terms=[Echo(weight=0.1, skip=frozenset({7}))]))
     assert (batch.totals.observation_tokens, batch.totals.without_signal, batch.observation_tokens) == (
         9,
         1,
@@ -102,12 +96,12 @@ def test_what_is_observed_and_counted(prompt: int) -> None:
     forced = dataclasses.replace(
         second, turns=(dataclasses.replace(second.turns[0], details=TokenDetails(forced=(1,))), *second.turns[1:])
     )
-    assert pack([(first, forced)], with_echo(algo.grpo(), 0.1)).totals.observation_tokens == 10
+    assert pack([(first, forced)], algo.grpo(terms=[Echo(weight=0.1)])).totals.observation_tokens == 10
 
 
 def test_the_log_probs_are_those_of_the_tokens_after_what_stands_before_them() -> None:
     p, group = a_policy(), episodes([1.0, 0.0])
-    a = with_echo(algo.grpo(), 0.1)
+    a = algo.grpo(terms=[Echo(weight=0.1)])
     for m in pack([group], a):
         found = logprobs(p, m, observations=True)
         assert found.observation_logprobs is not None
@@ -131,24 +125,23 @@ def test_a_weight_of_nothing_is_the_algorithm_bit_for_bit() -> None:
     p, groups = a_policy(), [episodes([1.0, 0.0, 0.4])]
     plain = algo.grpo()
     wanted, slope = gradient(p, pack(groups, plain), plain)
-    spent = with_echo(plain, 0.3, steps=10).at(10)
-    for off in (with_echo(plain, 0.0), spent):
-        got = gradient(p, pack(groups, off), off)
-        assert got[0] == wanted
-        assert all(mx.array_equal(value, flat(slope)[name]) for name, value in flat(got[1]).items())
+    spent = algo.grpo(terms=[Echo(weight=0.3, taper=10)]).at(10)
+    got = gradient(p, pack(groups, spent), spent)
+    assert got[0] == wanted
+    assert all(mx.array_equal(value, flat(slope)[name]) for name, value in flat(got[1]).items())
     # Nor does a weight change anything where no environment answers.
-    alone, a = [made([1.0, 0.0, 0.4])], with_echo(plain, 0.3)
+    alone, a = [made([1.0, 0.0, 0.4])], algo.grpo(terms=[Echo(weight=0.3)])
     got, wanted = gradient(p, pack(alone, a), a), gradient(p, pack(alone, plain), plain)
     assert got[0] == {**wanted[0], "policy/echo_loss": 0.0, "policy/echo_coefficient": 0.0}
     assert all(mx.array_equal(value, flat(wanted[1])[name]) for name, value in flat(got[1]).items())
 
 
 def test_the_gradient_is_the_algorithms_and_that_of_the_prediction() -> None:
-    """With weight 0.5 it is that of weight 0 and half of what weight 1 adds, and both terms are of the same size."""
+    """With weight 0.5 it is the algorithm's and half of what weight 1 adds, and both terms are of the same size."""
     p, groups = a_policy(), [episodes([1.0, 0.0, 0.4])]
     slopes = []
     for weight in (0.0, 0.5, 1.0):
-        a = with_echo(algo.dapo(), weight)
+        a = algo.dapo(terms=[Echo(weight=weight)] if weight else [])
         slopes.append(flat(gradient(p, pack(groups, a), a)[1]))
     for name, half in slopes[1].items():
         np.testing.assert_allclose(half, (slopes[0][name] + slopes[2][name]) / 2, rtol=1e-3, atol=1e-6)
@@ -157,7 +150,7 @@ def test_the_gradient_is_the_algorithms_and_that_of_the_prediction() -> None:
 
 @pytest.mark.parametrize("make", [dense, hybrid, moe])
 def test_gradients_do_not_depend_on_passes_padding_or_sharing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, a = a_policy(make), with_echo(algo.grpo(), 0.5)
+    p, a = a_policy(make), algo.grpo(terms=[Echo(weight=0.5)])
     groups = [
         episodes([1.0, 0.0, 0.0, 1.0, 0.2], seed=1),
         episodes([1.0, 1.0, 1.0], prompt=70, seed=2, read=(5,)),
@@ -187,7 +180,7 @@ def test_gradients_do_not_depend_on_passes_padding_or_sharing(make: Any, monkeyp
 
 
 def test_a_group_without_a_reward_learns_to_predict() -> None:
-    p, a = a_policy(), with_echo(algo.grpo(), 1.0)
+    p, a = a_policy(), algo.grpo(terms=[Echo(weight=1.0)])
     groups = [episodes([0.0, 0.0])]
     losses = []
     for _ in range(4):
@@ -199,7 +192,7 @@ def test_a_group_without_a_reward_learns_to_predict() -> None:
 
 
 def test_parts_and_cut_rows_have_their_own_denominators() -> None:
-    p, a = a_policy(), with_echo(algo.dapo(), 0.5)
+    p, a = a_policy(), algo.dapo(terms=[Echo(weight=0.5)])
     groups = [episodes([1.0, 0.0], seed=1), episodes([0.0, 0.0], seed=2, prompt=4, read=(5, 1, 2))]
     batch = fill(p, pack(groups, a), a.needs | {"old"}, algo=a)
     ones = parts(batch, 2, "x")
@@ -215,13 +208,13 @@ def test_parts_and_cut_rows_have_their_own_denominators() -> None:
     assert gradient(p, cut, a)[0]["policy/echo_coefficient"] == pytest.approx(0.5 * 0.6)
 
 
-@pytest.mark.parametrize("term", ["advantage", "candidates", "vocabulary"])
+@pytest.mark.parametrize("term", [algo.TeacherAdvantage(), algo.TeacherTopK(), algo.TeacherVocabulary()])
 def test_beside_a_teacher(term: str) -> None:
     """The teacher judges what was sampled, and both come out of one pass: the prediction is that beside grpo."""
     p, groups = a_policy(), [episodes([1.0, 0.0])]
-    plain, judge = algo.opd(teacher_term=term), Teacher(p, base=True)
+    plain, judge = algo.opd(teacher=term), Teacher(p, base=True)
     found = []
-    for a in (with_echo(algo.grpo(), 0.5), with_echo(plain, 0.5), plain):
+    for a in (algo.grpo(terms=[Echo(weight=0.5)]), algo.opd(teacher=term, terms=[Echo(weight=0.5)]), plain):
         batch = fill(p, pack(groups, a), a.needs - {"old"}, algo=a, teacher=judge)
         found.append(gradient(p, batch, a, judge)[0])
     beside, both, alone = found
@@ -240,7 +233,7 @@ def test_an_answer_in_a_rewritten_history_is_predicted_too() -> None:
     turns = list(first.turns)
     turns[1] = dataclasses.replace(turns[1], observation=prompt, history_rewritten=True, new_suffix=3)
     one = dataclasses.replace(first, turns=tuple(turns))
-    p, a = a_policy(), with_echo(algo.grpo(), 0.1)
+    p, a = a_policy(), algo.grpo(terms=[Echo(weight=0.1)])
     batch = pack([(one, dataclasses.replace(one, reward=0.0))], a)
     assert (batch.totals.observation_tokens, batch.totals.sequences) == (10, 4)
     metrics = gradient(p, batch, a)[0]
@@ -274,9 +267,16 @@ def test_what_is_new_in_a_rewritten_history() -> None:
     assert tokens.decode(list(said.ids[-said.new :])) == "a<end><tool>b<end><assistant><think>"
 
 
-def test_a_run_tapers_it() -> None:
+def test_a_run_tapers_it_and_leaves_the_special_tokens_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four turns of a maze by a model that knows nothing: the weight is 0.4, 0.3, 0.2 and 0.1, and in the end 0."""
-    p, a = a_policy(), with_echo(algo.gigpo(), 0.4, steps=4)
+    p, a = a_policy(), algo.gigpo(terms=[Echo(weight=0.4, taper=4)])
+    skipped = []
+
+    def packing(groups: Any, algorithm: Any, **sizes: Any) -> Any:
+        skipped.append(not_predicted(algorithm))
+        return pack(groups, algorithm, **sizes)
+
+    monkeypatch.setattr(sys.modules["mlxrl.train.loop"], "pack", packing)
     run = train(
         p, maze_tasks(2), a, environment=Maze, steps=5, tasks_per_step=1, group_size=2, max_turns=2,
         sampling=Sampling(max_tokens=3), optimizer=optim.SGD(1e-3),
@@ -284,17 +284,30 @@ def test_a_run_tapers_it() -> None:
     found = [step.metrics for step in run]
     assert [m.get("policy/echo_coefficient", 0.0) for m in found] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
     assert all(m["policy/echo_loss"] > 0 for m in found[:4])
+    assert skipped == [set(p.tokenizer.all_special_ids)] * 4 + [None]
+    assert p.tokenizer.eos_token_id in skipped[0]
+
+
+def weights(algorithm: Any, steps: tuple[int, ...]) -> list[float]:
+    return [next((term.weight for term in at_step(algorithm, step).terms), 0.0) for step in steps]
 
 
 def test_a_weight_that_is_tapered() -> None:
-    a = with_echo(algo.grpo(), 0.4, steps=4)
-    assert [a.at(step).coefficient for step in (0, 1, 3, 4, 9)] == pytest.approx([0.4, 0.3, 0.1, 0.0, 0.0])
-    assert "observations" in at_step(a, 3).needs
-    assert "observations" not in at_step(a, 4).needs
-    assert [with_echo(algo.grpo(), 0.4).at(step).coefficient for step in (0, 9)] == [0.4, 0.4]
+    a = algo.grpo(terms=[Echo(weight=0.4, taper=4)])
+    assert weights(a, (0, 1, 3, 4, 9)) == pytest.approx([0.4, 0.3, 0.1, 0.0, 0.0])
+    assert "observations" in a.at(3).needs
+    assert a.at(4) == algo.grpo()
+    assert weights(algo.grpo(terms=[Echo(weight=0.4)]), (0, 9)) == [0.4, 0.4]
     plain = algo.grpo()
     assert at_step(plain, 3) is plain
-    assert a.arguments == plain.arguments
+
+
+def test_special_ids_are_not_predicted_unless_ids_are_named() -> None:
+    named = algo.grpo(terms=[Echo(skip=frozenset({7}))])
+    assert not_predicted(algo.grpo(terms=[Echo()])) == frozenset()
+    assert not_predicted(without_special_ids(algo.grpo(terms=[Echo()]), [1, 2])) == {1, 2}
+    assert without_special_ids(named, [1, 2]) == named
+    assert not_predicted(without_special_ids(algo.grpo(), [1, 2])) is None
 
 
 @pytest.fixture
@@ -311,33 +324,29 @@ WORLD = (f"environment.factory={MAZE}:Maze",)
 
 def test_the_weight_from_toml(run: Path) -> None:
     off = config.read(run, WORLD)
-    assert (off.echo.weight, off.echo.taper) == (0.0, False)
-    assert "echo" not in config.resolved(off)
-    settings = config.read(run, [*WORLD, "echo.weight=0.2", "echo.taper=true", "steps=4"])
-    assert config.resolved(settings)["echo"] == {"weight": 0.2, "taper": True}
-    p = a_policy()
-    made = compose.algorithm(settings, p)
-    assert (at_step(made, 1).coefficient, made.name) == (pytest.approx(0.15), "grpo")
-    assert p.tokenizer.eos_token_id in made.skip
-    assert compose.algorithm(off, p).needs == {"old"}
+    assert "echo" not in config.resolved(off)["algorithm"]
+    assert config.algorithm(off).needs == {"old", "reward"}
+    settings = config.read(run, [*WORLD, "algorithm.echo.weight=0.2", "algorithm.echo.taper=4"])
+    assert config.resolved(settings)["algorithm"]["echo"] == {"weight": 0.2, "taper": 4}
+    made: Any = config.algorithm(settings)
+    assert made.at(1).terms == (Echo(weight=0.2 * 0.75),)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([*WORLD, "echo.taper=true"], "echo: taper: has no effect without echo.weight"),
-        (["echo.weight=0.1"], "echo: weight: has no effect without environment.factory: nothing is answered"),
-        ([*WORLD, "echo.weight=-1"], "echo: weight: wanted at least 0, got -1"),
+        ([*WORLD, "echo.weight=0.1"], r"command line: echo: is now the table \[algorithm.echo\]"),
+        (["algorithm.echo.weight=0.1"], "echo: has no effect without environment.factory: nothing is answered"),
+        ([*WORLD, "algorithm.echo.weight=-1"], "command line: algorithm.echo: weight: wanted more than 0, got -1"),
+        ([*WORLD, "algorithm.echo.taper=true"], "algorithm.echo: taper: wanted a whole number of at least 0, got true"),
     ],
-)
+)  # fmt: skip
 def test_settings_without_effect_are_refused(run: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(config.ConfigError, match=message):
         config.read(run, overrides)
 
 
-@pytest.mark.parametrize("weight", [-0.1, math.inf, math.nan])
+@pytest.mark.parametrize("weight", [-0.1, 0.0, math.inf, math.nan])
 def test_weights_that_mean_nothing_are_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="echo: weight: wanted 0 or more"):
-        with_echo(algo.grpo(), weight)
-    with pytest.raises(ValueError, match="echo: steps: wanted at least 1, got 0"):
-        with_echo(algo.grpo(), 0.1, steps=0)
+    with pytest.raises(ValueError, match=r"algorithm\.echo: weight: wanted more than 0"):
+        Echo(weight=weight)

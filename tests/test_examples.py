@@ -81,3 +81,19 @@ def test_the_maze_is_walked_from_its_config(here):
     found = [json.loads(line) for line in lines]
     assert all(1 < one["episodes/turns"] <= 8 and one["episodes/errors"] == 0 for one in found)
     assert all(one["policy/grad_norm"] > 0 for one in found)
+
+
+def test_an_own_algorithm_runs_by_itself_and_from_a_config(here):
+    code = (ROOT / "examples/own_algorithm.py").read_text()
+    assert code.count("\n") <= 30
+    done = subprocess.run(
+        [sys.executable, "examples/own_algorithm.py"], cwd=here, check=True, capture_output=True, text=True, timeout=300
+    )
+    assert len(rewards(done.stdout)) == 3
+    named = ["algorithm.name=own_algorithm.py:make", "algorithm.power=2", "algorithm.kl.coefficient=0.1"]
+    settings = ["steps=2", "evaluation.rows=4", "rollout.tasks_per_step=4", "run.folder=own", *named]
+    command = [sys.executable, "-m", "mlxrl", "train", "--config", "examples/arithmetic.toml", *settings]
+    done = subprocess.run(command, cwd=here, check=True, capture_output=True, text=True, timeout=300)
+    assert "hard_tasks_first(power=2, kl={'coefficient': 0.1})" in done.stdout
+    found = [json.loads(line) for line in (here / "own" / "metrics.jsonl").read_text().splitlines()]
+    assert all(one["policy/kl_coefficient"] == pytest.approx(0.1) for one in found)

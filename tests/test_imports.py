@@ -105,10 +105,9 @@ def test_importing_the_library_loads_no_model_library():
     assert python("-c", code).stdout.strip() == "[]"
 
 
-def test_public_names_exist_and_are_few():
+def test_public_names_exist():
     import mlxrl
 
-    assert len(mlxrl.__all__) <= 30
     assert all(getattr(mlxrl, name) is not None for name in mlxrl.__all__)
 
 

@@ -12,6 +12,7 @@ import pytest
 from helpers import made, minibatch
 
 from mlxrl.algo.recipes import grpo
+from mlxrl.algo.terms import KL
 from mlxrl.policy import head as module
 from mlxrl.policy.head import Head, score
 from mlxrl.policy.logprobs import logprobs
@@ -77,7 +78,8 @@ def test_with_recomputation_a_layer_more_holds_its_input_and_little_else(make, p
 
 
 def test_memory_is_flat_over_fifty_steps():
-    p, algo, optimizer = as_policy(hybrid(2), tokenizer(), lora=LoRA(rank=2)), grpo(kl=0.1), optim.AdamW(1e-3)
+    p, optimizer = as_policy(hybrid(2), tokenizer(), lora=LoRA(rank=2)), optim.AdamW(1e-3)
+    algo = grpo(terms=[KL(coefficient=0.1)])
     active = []
     for step in range(51):
         batch = pack([made([1.0, 0.0, 0.4], prompt=70, seed=step % 7)], algo, tokens_per_pass=78)

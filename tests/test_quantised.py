@@ -12,6 +12,7 @@ from helpers import flat, made, moved
 from mlx.utils import tree_flatten
 
 from mlxrl.algo.recipes import grpo
+from mlxrl.algo.terms import KL
 from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.policy.prefix import hidden_states
 from mlxrl.settings import LoRA
@@ -32,7 +33,7 @@ def quantised(make: Any, base: dict[str, Any]) -> Policy:
 @pytest.mark.parametrize("base", BASES, ids=lambda base: base.get("mode", f"{base['bits']} bits"))
 @pytest.mark.parametrize("make", [dense, hybrid, moe])
 def test_train_and_reference_agree_at_step_0_and_a_step_moves_float32_adapters(make, base):
-    p, algo = quantised(make, base), grpo(kl=0.1)
+    p, algo = quantised(make, base), grpo(terms=[KL(coefficient=0.1)])
     kinds = {type(m).__name__ for _, m in p.model.named_modules()}
     assert kinds & {"QuantizedLinear", "QuantizedEmbedding"}
     weights = {n: v for n, v in tree_flatten(p.model.parameters()) if "lora" not in n}

@@ -12,6 +12,7 @@ import pytest
 from helpers import a_policy, assert_same_gradient, flat, length, made
 
 from mlxrl.algo.recipes import dr_grpo, grpo, rloo
+from mlxrl.algo.terms import KL
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import training
 from mlxrl.policy.policy import Policy
@@ -177,13 +178,13 @@ def test_one_update_a_rollout_runs_one_forward_of_each_token(monkeypatch):
     update(p, optim.SGD(1e-3), pack([made([1.0, 0.0, 0.4])], algo), algo)
     assert seen == [(1, 90), (3, 4)]  # three rows of up to 5 tokens, the last of which predicts nothing
     seen.clear()
-    algo = grpo(kl=0.1)
+    algo = grpo(terms=[KL(coefficient=0.1)])
     update(p, optim.SGD(1e-3), pack([made([1.0, 0.0, 0.4])], algo), algo)
     assert seen == [(1, 90), (3, 4)] * 2
 
 
 def test_the_reference_is_the_base_and_its_kl_starts_at_zero():
-    fresh, algo = a_policy(move=False), grpo(kl=0.1)
+    fresh, algo = a_policy(move=False), grpo(terms=[KL(coefficient=0.1)])
     batch = fill(fresh, pack([made([1.0, 0.0])], algo), frozenset({"reference"}))
     assert gradient(fresh, batch, algo)[0]["policy/kl"] == 0.0
     p = a_policy()

@@ -11,6 +11,7 @@ from families import family
 from helpers import a_policy, assert_same_gradient, flat, made
 
 from mlxrl.algo.recipes import grpo
+from mlxrl.algo.terms import KL
 from mlxrl.policy.policy import Policy
 from mlxrl.train import pack as packing
 from mlxrl.train.pack import pack
@@ -35,7 +36,7 @@ def counting(p: Policy) -> tuple[Policy, list[tuple[int, ...]]]:
 
 
 def batches(kl: float = 0.0, prompt: int = 90) -> tuple[Any, Batch, Batch]:
-    algo = grpo(kl=kl)
+    algo = grpo(terms=[KL(coefficient=kl)] if kl else [])
     groups = [made(REWARDS, prompt=prompt, seed=1)]
     return algo, pack(groups, algo), pack(groups, algo, tokens_per_pass=prompt + 10)
 

@@ -14,7 +14,9 @@ from helpers import a_policy, assert_same_gradient, flat, length, made
 from mlx.utils import tree_map
 
 from mlxrl import algo
+from mlxrl.algo.credit import Whiten
 from mlxrl.algo.recipes import dapo, gigpo, grpo, opd, reinforce_pp
+from mlxrl.algo.terms import KL, Correction, OffPolicyMask, TeacherSurrogate, TeacherTopK, Veto
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.settings import Reward, Sampling
 from mlxrl.train import loop
@@ -70,16 +72,16 @@ def test_candidates_stand_beside_their_tokens(prompt):
     short = dataclasses.replace(
         group[1], turns=(dataclasses.replace(group[1].turns[0], details=TokenDetails(top_ids=kept[1])),)
     )
-    algorithm = opd(teacher_term="candidates", teacher_divergence="surrogate", teacher_k=2)
+    algorithm = opd(teacher=TeacherSurrogate(k=2))
     (m,) = pack([(long, short)], algorithm)
     front = 0 if m.prefix.size else prompt
     assert m.trajectories == (1, 0)
     blank = [[0, 0]]
     assert m.top_ids[0].tolist() == blank * front + [[3, 2]] + blank * 4
     assert m.top_ids[1].tolist() == blank * front + [[7, 8], [5, 6]] + blank * 2 + [[20, 21]]
-    assert next(iter(pack([(long, short)], grpo(kl=0.1)))).top_ids is None
+    assert next(iter(pack([(long, short)], grpo(terms=[KL(coefficient=0.1)])))).top_ids is None
     with pytest.raises(ValueError, match=r"4 likeliest .* and 3 were kept; sample with Sampling\(num_top=4\)"):
-        pack([(long, short)], opd(teacher_term="candidates", teacher_support="student", teacher_k=4))
+        pack([(long, short)], opd(teacher=TeacherTopK(support="student", k=4)))
     with pytest.raises(ValueError, match="and 0 were kept"):
         pack([group], algorithm)
 
@@ -150,7 +152,7 @@ def test_gradients_of_parts_are_those_of_their_groups_alone():
     scaled = [tree_map(lambda leaf, share=share: leaf * share, tree) for tree, share in zip(found, shares, strict=True)]
     assert_same_gradient(tree_map(mx.add, *scaled), wanted)
     # Statistics of the batch are those of the whole batch, and come with the rows.
-    whitened = pack(batches(), dapo(whiten=True))
+    whitened = pack(batches(), dapo(whiten=Whiten()))
     values = np.concatenate(list(by_row(whitened, "advantages").values()))
     assert abs(values.mean()) < 1e-6
     part = parts(whitened, 2, "0")[0]
@@ -262,7 +264,7 @@ def test_rewards_that_fail_cost_their_attempts_and_nothing_else():
     def second(completions: list[str], **_: Any) -> list[float | None]:
         return [0.5, 0.25, None, 1.0] * (len(completions) // 4)
 
-    for recipe in (grpo(), grpo(combine="normalise"), dapo(whiten=True), reinforce_pp()):
+    for recipe in (grpo(), grpo(scale="function"), dapo(whiten=Whiten()), reinforce_pp()):
         (step,) = steps(recipe, reward=Reward(functions=(first, second), weights=(1.0, 2.0)), max_draws=2)
         for group in step.groups:
             np.testing.assert_allclose([t.reward for t in group], [2.0, 0.5, math.nan, math.nan])
@@ -297,26 +299,26 @@ THREE = [1.5, 1.5, 1.5]
 
 
 @pytest.mark.parametrize(
-    ("options", "weights"),
+    ("term", "weights"),
     [
         # row 0 has weights 4, 1/2, 1 by token; row 1 has 1, 1: truncated at 2, cut at (1/4, 2)
-        ({"correction": "truncate"}, [[2, 0.5, 1], [1, 1]]),
-        ({"correction": "mask"}, [[0, 0.5, 1], [1, 1]]),
+        (Correction(), [[2, 0.5, 1], [1, 1]]),
+        (Correction(mode="mask"), [[0, 0.5, 1], [1, 1]]),
         # the product of the row is 2, its geometric mean 2^(1/3) = 1.26
-        ({"correction": "mask", "correction_level": "sequence"}, [[2, 2, 2], [1, 1]]),
-        ({"correction": "mask", "correction_level": "sequence", "correction_bounds": (0.5, 1.9)}, [[0, 0, 0], [1, 1]]),
-        ({"correction": "truncate", "correction_level": "sequence", "correction_bounds": (0, 1.5)}, [THREE, [1, 1]]),
-        ({"correction": "mask", "correction_level": "geometric", "correction_bounds": (0.5, 1.2)}, [[0] * 3, [1, 1]]),
-        ({"correction": "mask", "correction_level": "geometric"}, [[2 ** (1 / 3)] * 3, [1, 1]]),
-        ({"veto": 0.6}, [[0, 0, 0], [1, 1]]),
+        (Correction(mode="mask", level="sequence"), [[2, 2, 2], [1, 1]]),
+        (Correction(mode="mask", level="sequence", bounds=(0.5, 1.9)), [[0, 0, 0], [1, 1]]),
+        (Correction(level="sequence", bounds=(0, 1.5)), [THREE, [1, 1]]),
+        (Correction(mode="mask", level="geometric", bounds=(0.5, 1.2)), [[0] * 3, [1, 1]]),
+        (Correction(mode="mask", level="geometric"), [[2 ** (1 / 3)] * 3, [1, 1]]),
+        (Veto(threshold=0.6), [[0, 0, 0], [1, 1]]),
         # the sampler was likelier by log 2 / 3 a token in row 0, which was rewarded, so nothing is masked
-        ({"off_policy": 0.2}, [[1, 1, 1], [1, 1]]),
+        (OffPolicyMask(delta=0.2), [[1, 1, 1], [1, 1]]),
     ],
 )  # fmt: skip
-def test_corrections_weigh_the_gradient_and_leave_the_denominators(options, weights):
+def test_corrections_weigh_the_gradient_and_leave_the_denominators(term, weights):
     gaps = [[math.log(4), math.log(0.5), 0.0], [0.0, 0.0]]
     p, batch, m = apart(gaps)
-    algorithm = grpo(**options)
+    algorithm = grpo(terms=[term])
     doctored = dataclasses.replace(batch, micro_batches=(m,))
     metrics, got = gradient(p, doctored, algorithm)
     wanted = dataclasses.replace(m, advantages=m.advantages * placed(m, weights))
@@ -330,9 +332,9 @@ def test_a_row_that_drifted_from_the_sampler_is_masked_where_it_was_punished():
     # the trainer finds row 1, of advantage < 0, less likely by 0.3 a token than the sampler did
     p, batch, m = apart([[0.0, 0.0], [-0.3, -0.3]])
     doctored = dataclasses.replace(batch, micro_batches=(m,))
-    kept = gradient(p, doctored, grpo(off_policy=0.4))[1]
+    kept = gradient(p, doctored, grpo(terms=[OffPolicyMask(delta=0.4)]))[1]
     assert_same_gradient(kept, gradient(p, batch, grpo())[1])
-    masked = gradient(p, doctored, grpo(off_policy=0.2))[1]
+    masked = gradient(p, doctored, grpo(terms=[OffPolicyMask(delta=0.2)]))[1]
     good = mx.array([[float(row == 0)] for row in m.trajectories])
     alone = dataclasses.replace(m, advantages=m.advantages * good)
     assert_same_gradient(masked, gradient(p, dataclasses.replace(batch, micro_batches=(alone,)), grpo())[1])

@@ -1,80 +1,31 @@
-"""The maths of RL post-training, pure: arrays and groups in, advantages, losses and metrics out.
+"""The maths of RL post-training: groups and log-probs in, advantages, losses and metrics out.
 
-Pieces live in the modules (`advantages`, `returns`, `ratio`, `losses`, `reduce`, `kl`, `correction`,
-`mismatch`, `distill`, `distributions`, `shaping`, `steps`); `recipes` composes them.
+`recipes` are the algorithms. Each is an `Algorithm`, a value made of a credit, a policy loss, a reduction and terms.
 """
+# ruff: noqa: I001
+# fmt: off
 
-from mlxrl.algo import (
-    advantages,
-    correction,
-    distill,
-    distributions,
-    kl,
-    losses,
-    mismatch,
-    ratio,
-    reduce,
-    returns,
-    shaping,
-    steps,
-)
-from mlxrl.algo.compose import Recipe, Regulariser, Surrogate
-from mlxrl.algo.echo import Echo, with_echo
+from mlxrl.algo import advantages, credit, divergence, losses, reduce, shaping
+from mlxrl.algo.algorithm import Algorithm, Term
+from mlxrl.algo.credit import Whiten
+from mlxrl.algo.echo import Echo
+from mlxrl.algo.losses import Surrogate
 from mlxrl.algo.metrics import finish
 from mlxrl.algo.recipes import (
-    RECIPES,
-    cispo,
-    dapo,
-    dppo,
-    dr_grpo,
-    gigpo,
-    gmpo,
-    grpo,
-    gspo,
-    gspo_token,
-    luspo,
-    max_rl,
-    opd,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
-    sapo,
+    cispo, dapo, dppo, dr_grpo, gigpo, gmpo, grpo, gspo, gspo_token, luspo, max_rl, opd,
+    reinforce_pp, reinforce_pp_baseline, rloo, sapo,
+)
+from mlxrl.algo.table import RECIPES, arguments_of, build
+from mlxrl.algo.terms import (
+    KL, Correction, Entropy, KLReward, OffPolicyMask, TeacherAdvantage, TeacherKL, TeacherSurrogate, TeacherTopK,
+    TeacherVocabulary, Veto,
 )
 
 __all__ = [
-    "RECIPES",
-    "Echo",
-    "Recipe",
-    "Regulariser",
-    "Surrogate",
-    "advantages",
-    "cispo",
-    "correction",
-    "dapo",
-    "distill",
-    "distributions",
-    "dppo",
-    "dr_grpo",
-    "finish",
-    "gigpo",
-    "gmpo",
-    "grpo",
-    "gspo",
-    "gspo_token",
-    "kl",
-    "losses",
-    "luspo",
-    "max_rl",
-    "mismatch",
-    "opd",
-    "ratio",
-    "reduce",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "returns",
-    "rloo",
-    "sapo",
-    "shaping",
-    "steps",
-    "with_echo",
+    "RECIPES", "Algorithm", "Surrogate", "Term", "Whiten", "arguments_of", "build", "finish",
+    "KL", "Correction", "Echo", "Entropy", "KLReward", "OffPolicyMask", "TeacherAdvantage", "TeacherKL",
+    "TeacherSurrogate", "TeacherTopK", "TeacherVocabulary", "Veto",
+    "cispo", "dapo", "dppo", "dr_grpo", "gigpo", "gmpo", "grpo", "gspo", "gspo_token", "luspo", "max_rl", "opd",
+    "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo",
+    "advantages", "credit", "divergence", "losses", "reduce", "shaping",
 ]

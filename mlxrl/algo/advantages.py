@@ -1,12 +1,14 @@
-"""Group baselines: from the rewards of the attempts at a task to their advantages.
+"""From the rewards of a task's completions to their advantages.
 
-Host-side float64 numpy: N attempts, `ids` [N] says which group each belongs to (any order, any size). A NaN reward
-is an attempt that could not be scored: it is left out of every statistic and has advantage 0. A group whose raw
-rewards are all equal has advantage exactly 0, whatever the rounding of its mean. Standard deviations divide by n-1.
+Host-side float64 numpy: N completions (or steps), `ids` [N] says which group each belongs to (any order, any size). A
+NaN reward is a completion that could not be scored: it is left out of every statistic and has advantage 0. A group
+whose raw rewards are all equal has advantage exactly 0, whatever the rounding of its mean. Standard deviations divide
+by n-1.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, TypeAlias
 
@@ -15,16 +17,15 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 Ids: TypeAlias = Sequence[Hashable]
-Scale = Literal["group", "batch", "none"]
-Single = Literal["zero", "raw"]
+Scale: TypeAlias = Literal["group", "batch", "none"]
 
 
 def members(ids: Ids) -> list[NDArray[np.intp]]:
-    """The row numbers of each group, groups in order of first appearance."""
-    rows: dict[Hashable, list[int]] = {}
-    for row, name in enumerate(ids):
-        rows.setdefault(name, []).append(row)
-    return [np.array(group, dtype=np.intp) for group in rows.values()]
+    """The indices of each group's members, groups in order of first appearance."""
+    found: dict[Hashable, list[int]] = {}
+    for index, name in enumerate(ids):
+        found.setdefault(name, []).append(index)
+    return [np.array(group, dtype=np.intp) for group in found.values()]
 
 
 def spread(values: Floats) -> float:
@@ -35,97 +36,39 @@ def spread(values: Floats) -> float:
     return 0.0 if known.max() == known.min() else float(known.std(ddof=1))
 
 
-def by_group(rewards: ArrayLike, ids: Ids, function: Callable[[Floats], ArrayLike], single: Single = "zero") -> Floats:
-    """Apply `function` to the scorable rewards of every group; 0 for a group without two different rewards.
-
-    single: what a group with one scorable reward gets, "zero" or its own "raw" reward.
-    """
+def by_group(rewards: ArrayLike, ids: Ids, function: Callable[[Floats], ArrayLike]) -> Floats:
+    """Apply `function` to the scorable rewards of every group; 0 for a group without two different rewards."""
     rewards = np.asarray(rewards, dtype=np.float64)
     out = np.zeros_like(rewards)
-    for rows in members(ids):
-        rows = rows[~np.isnan(rewards[rows])]
-        values = rewards[rows]
-        if rows.size == 1 and single == "raw":
-            out[rows] = values
-        elif rows.size > 1 and values.max() != values.min():
-            out[rows] = function(values)
+    for group in members(ids):
+        group = group[~np.isnan(rewards[group])]
+        values = rewards[group]
+        if group.size > 1 and values.max() != values.min():
+            out[group] = function(values)
     return out
 
 
-def group_spread(rewards: ArrayLike, ids: Ids, single: float = float("nan")) -> Floats:
-    """[N] the standard deviation of each attempt's group; `single` for a group with one scorable reward."""
-    rewards = np.asarray(rewards, dtype=np.float64)
-    out = np.empty_like(rewards)
-    for rows in members(ids):
-        value = spread(rewards[rows])
-        out[rows] = single if np.isnan(value) else value
-    return out
-
-
-def group_relative(
-    rewards: ArrayLike, ids: Ids, scale: Scale = "group", eps: float = 1e-6, single: Single = "zero"
-) -> Floats:
+def group_relative(rewards: ArrayLike, ids: Ids, scale: Scale = "group", eps: float = 1e-6) -> Floats:
     """[N] advantages against the group's mean (GRPO, arXiv 2402.03300; without scale Dr. GRPO, 2503.20783).
 
     A_i = (r_i - mean_g) / (std + eps), std of the group, of the whole batch, or A_i = r_i - mean_g
 
-    eps stands outside the root. With single="raw" a group of one is taken against mean 0 and std 1 (verl).
+    eps stands outside the root.
     """
-    centred = by_group(rewards, ids, lambda r: r - r.mean(), single)
     if scale == "none":
-        return centred
-    whole = spread(np.asarray(rewards, dtype=np.float64))
-    divisor = eps + (group_spread(rewards, ids, single=1.0) if scale == "group" else np.nan_to_num(whole))
-    return centred / np.where(divisor > 0, divisor, 1.0)
+        return by_group(rewards, ids, lambda r: r - r.mean())
+    whole = np.nan_to_num(spread(np.asarray(rewards, dtype=np.float64)))
+    return by_group(rewards, ids, lambda r: (r - r.mean()) / (eps + (spread(r) if scale == "group" else whole)))
 
 
-def leave_one_out(rewards: ArrayLike, ids: Ids, single: Single = "zero") -> Floats:
+def leave_one_out(rewards: ArrayLike, ids: Ids) -> Floats:
     """[N] advantages against the mean of the others (RLOO, arXiv 2402.14740): A_i = n/(n-1) (r_i - mean_g)."""
-    return by_group(rewards, ids, lambda r: (r - r.mean()) * r.size / (r.size - 1), single)
+    return by_group(rewards, ids, lambda r: (r - r.mean()) * r.size / (r.size - 1))
 
 
-def max_rl(rewards: ArrayLike, ids: Ids) -> Floats:
+def relative_to_mean(rewards: ArrayLike, ids: Ids) -> Floats:
     """[N] A_i = (r_i - mean_g) / mean_g where the mean is positive, else 0 (prime-rl, for rewards in [0, 1])."""
     return by_group(rewards, ids, lambda r: (r - r.mean()) / r.mean() if r.mean() > 0 else np.zeros_like(r))
-
-
-def pass_at_k(rewards: ArrayLike, ids: Ids, eps: float = 1e-6) -> Floats:
-    """[N] only the best attempt is credited, with its lead over the second (verl's GRPO_PASSK, arXiv 2503.19595).
-
-    A_best = (r_best - r_second) / (std_g + eps), A = 0 for the others
-    """
-
-    def lead(r: Floats) -> Floats:
-        out = np.zeros_like(r)
-        second, best = np.sort(r)[-2:]
-        out[r.argmax()] = (best - second) / (spread(r) + eps)
-        return out
-
-    return by_group(rewards, ids, lead)
-
-
-def optimal_baseline(rewards: ArrayLike, ids: Ids, lengths: ArrayLike) -> Floats:
-    """[N] baseline weighted by length (OPO, arXiv 2505.23585): A_i = r_i - sum_g(len r) / sum_g(len).
-
-    lengths: [N] sampled tokens of each attempt. A group without a token has advantage 0.
-    """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    weights = np.asarray(lengths, dtype=np.float64)
-    out = np.zeros_like(rewards)
-    for rows in members(ids):
-        rows = rows[~np.isnan(rewards[rows])]
-        r, w = rewards[rows], weights[rows]
-        if rows.size and r.max() != r.min() and w.sum() > 0:
-            out[rows] = r - (w * r).sum() / w.sum()
-    return out
-
-
-def gpg(rewards: ArrayLike, ids: Ids) -> Floats:
-    """[N] A_i = N / #(r != 0) (r_i - mean_g): rescaled by the share of rewarded attempts (GPG, arXiv 2504.02546)."""
-    rewards = np.asarray(rewards, dtype=np.float64)
-    scored = rewards[~np.isnan(rewards)]
-    rescale = scored.size / max(int((scored != 0).sum()), 1)
-    return by_group(rewards, ids, lambda r: rescale * (r - r.mean()))
 
 
 def weighted_sum(rewards: ArrayLike, weights: ArrayLike) -> Floats:
@@ -146,19 +89,29 @@ def normalise_then_sum(rewards: ArrayLike, weights: ArrayLike, ids: Ids, eps: fl
     return group_relative(total, [0] * len(total), "group", eps)
 
 
-def length_penalty(rewards: ArrayLike, ids: Ids, costs: Sequence[tuple[float, ArrayLike]]) -> Floats:
-    """[N] rewards less a penalty in proportion to what the attempt cost (prime-rl's linear length penalty).
+def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
+    """[T] returns G_t = r_t + gamma G_{t+1} of one trajectory's steps in time order (GiGPO, arXiv 2505.10978)."""
+    running, out = 0.0, list[float]()
+    for reward in reversed(rewards):
+        running = reward + gamma * running
+        out.append(running)
+    return out[::-1]
 
-    shaped_i = r_i - mean_g(r) sum_c w_c x_ci / max(max_g(x_c), 1)
 
-    costs: pairs of a weight w and values x [N], such as tokens or turns.
+def clusters(states: Sequence[Hashable | None], groups: Ids, threshold: float = 0.9) -> list[int]:
+    """[N] a cluster number for each step, equal where states are alike, in order of first appearance.
+
+    A step joins the first cluster of its group whose first member is similar, SequenceMatcher ratio >= threshold
+    (verl-agent's similarity grouping). One without a state, None, is alone.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    out = rewards.copy()
-    for rows in members(ids):
-        known = rewards[rows][~np.isnan(rewards[rows])]
-        mean = known.mean() if known.size else 0.0
-        for weight, values in costs:
-            x = np.asarray(values, dtype=np.float64)[rows]
-            out[rows] -= mean * weight * x / max(x.max(), 1.0)
+    found: dict[Hashable, list[tuple[str, int]]] = {}
+    count, out = 0, list[int]()
+    for state, group in zip(states, groups, strict=True):
+        known = found.setdefault(group, []) if state is not None else []
+        alike = (n for first, n in known if difflib.SequenceMatcher(None, str(state), first).ratio() >= threshold)
+        number = next(alike, count)
+        if number == count:
+            known.append((str(state), count))
+            count += 1
+        out.append(number)
     return out

@@ -1,181 +1,233 @@
-"""From scored groups to advantages: what a recipe's `advantages(groups)` is made of.
+"""Credit: from the step's scored groups to advantages.
 
-Advantages come back in the shape of the groups: for every trajectory a float, or a list with a float per token sampled.
-A trajectory that could not be scored (NaN) has advantage 0.
+A credit is called with the groups and returns, in their shape, a float for every trajectory or a list with a float for
+every token that the model sampled. A trajectory without a reward (NaN), or that ended in an error, has advantage 0 and
+is in no statistic. Any function of the groups is a credit. It may have two attributes: `uses_rewards`, whether rewards
+matter to it (if it does not say, they do), and `compares`, what a trajectory is compared with: the others of its
+"group", which then needs two, those of the whole "step", or "nothing" (if it does not say).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from mlxrl.algo import steps
-from mlxrl.algo.advantages import Floats, Ids, group_relative, normalise_then_sum
-from mlxrl.algo.returns import discounted
+from mlxrl.algo import advantages as maths
+from mlxrl.algo.advantages import Floats, Scale
+from mlxrl.checked import Natural, NotNegative, PositiveShare, SettingError, Share, checked, says
 from mlxrl.types import Group, Trajectory
 
 Value: TypeAlias = float | list[float]
 Advantages: TypeAlias = list[list[Value]]
 Credit: TypeAlias = Callable[[Sequence[Group]], Advantages]
-Rewards: TypeAlias = Callable[[list[float], list[int]], Floats]
-Baseline: TypeAlias = Callable[[Sequence[Trajectory], list[int]], Floats]
-Whitening: TypeAlias = Callable[[Floats], Floats]
+Compares: TypeAlias = Literal["group", "step", "nothing"]
+Over: TypeAlias = Literal["trajectory", "step"]
 
 
-def refuse_singles(name: str, groups: Sequence[Group]) -> None:
-    """A baseline made of the group's other attempts needs others."""
-    for index, group in enumerate(groups):
-        if len(group) < 2:
-            raise ValueError(
-                f"{name}: group {index}: wanted at least 2 trajectories, because the baseline is made of the group's "
-                f"own rewards, got {len(group)}; raise group_size, or use reinforce_pp, whose baseline is the batch"
-            )
+@checked("algorithm.whiten")
+class Whiten:
+    """Values to mean 0 and variance 1 over all tokens of the step (REINFORCE++, arXiv 2501.03262).
+
+    (x - mean) / sqrt(max(var, floor) + eps),  var divides by n - ddof
+
+    verl, slime: ddof 1, eps 1e-8. OpenRLHF: ddof 0, eps 0, floor 1e-8. All values equal: exactly 0.
+    """
+
+    ddof: Annotated[Natural, says("taken off the number of values that divides the variance")] = 1
+    eps: Annotated[NotNegative, says("added to the variance")] = 1e-8
+    floor: Annotated[NotNegative, says("the least variance")] = 0.0
+
+    def __call__(self, values: ArrayLike, mask: ArrayLike | None = None) -> Floats:
+        """Values of any shape; masked ones are in no statistic and moved the same way."""
+        values = np.asarray(values, dtype=np.float64)
+        known = values if mask is None else values[np.asarray(mask, dtype=bool)]
+        known = known[~np.isnan(known)]
+        if known.size <= self.ddof or known.max() == known.min():
+            return np.zeros_like(values)
+        return np.nan_to_num((values - known.mean()) / np.sqrt(max(known.var(ddof=self.ddof), self.floor) + self.eps))
 
 
-def grouped(values: Sequence[Value], groups: Sequence[Group], mask_truncated: bool) -> Advantages:
-    """One value per trajectory, in order, back into the shape of the groups; 0 for truncated rows where asked."""
-    remaining = iter(values)
+@checked("algorithm")
+class GroupBaseline:
+    """Credit per trajectory by a baseline made of its group's rewards, as `advantages.leave_one_out`.
 
-    def own(row: Trajectory) -> Value:
-        value = next(remaining)
-        return 0.0 if mask_truncated and row.stop == "length" else value
+    baseline: (rewards [N], ids [N] of their groups) to advantages [N].
+    whiten: of the advantages of all tokens of the step, of which a trajectory's are the same.
+    mask_truncated: a trajectory that ran into the token limit gets advantage 0, and stays in every denominator.
+    """
 
-    return [[own(row) for row in group] for group in groups]
+    baseline: Any = maths.leave_one_out
+    whiten: Whiten | None = None
+    mask_truncated: bool = False
+
+    @property
+    def compares(self) -> Compares:
+        return "group"
+
+    def values(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
+        """[N] advantages of the trajectories."""
+        return self.baseline(rewards_of(trajectories), ids)
+
+    def __call__(self, groups: Sequence[Group]) -> Advantages:
+        trajectories, ids = flat(groups)
+        values = self.values(trajectories, ids)
+        values = values if self.whiten is None else _over_tokens(self.whiten, values, trajectories)
+        return _grouped(values.tolist(), groups, self.mask_truncated)
+
+
+@checked("algorithm")
+class GroupRelative(GroupBaseline):
+    """`advantages.group_relative`, times `reward`, which may be 0.
+
+    scale: the standard deviation that divides, that of the "group", of the whole "batch", or "none"; with "function"
+    every reward function is put on its group's scale by itself before the sum, `advantages.normalise_then_sum`.
+    """
+
+    scale: Literal["group", "batch", "function", "none"] = "group"
+    eps: NotNegative = 1e-6
+    reward: NotNegative = 1.0
+
+    @property
+    def uses_rewards(self) -> bool:
+        return self.reward > 0
+
+    @property
+    def compares(self) -> Compares:
+        return "group" if self.reward else "nothing"
+
+    def values(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
+        if not self.reward:
+            return np.zeros(len(trajectories))
+        if self.scale == "function":
+            return self.reward * _by_function(trajectories, ids, self.eps)
+        return self.reward * maths.group_relative(rewards_of(trajectories), ids, self.scale, self.eps)
+
+
+@checked("algorithm")
+class Returns:
+    """Credit per token, whitened over all tokens of the step: R_t = gamma^(T-1-t) r, the reward at the last token.
+
+    centred: the mean of the group is taken off the rewards first.
+    """
+
+    whiten: Whiten = Whiten()
+    gamma: Share = 1.0
+    centred: bool = False
+    mask_truncated: bool = False
+
+    @property
+    def compares(self) -> Compares:
+        return "group" if self.centred else "step"
+
+    def __call__(self, groups: Sequence[Group]) -> Advantages:
+        trajectories, ids = flat(groups)
+        rewards = np.array(rewards_of(trajectories))
+        if self.centred:
+            rewards = np.where(np.isnan(rewards), np.nan, maths.group_relative(rewards, ids, "none"))
+        lengths = [one.num_sampled for one in trajectories]
+        tokens = [r * self.gamma ** np.arange(n - 1, -1, -1.0) for r, n in zip(rewards, lengths, strict=True)]
+        values = self.whiten(np.concatenate([*tokens, np.zeros(0)]))
+        split = np.split(values, np.cumsum(lengths)[:-1]) if trajectories else []
+        return _grouped([part.tolist() for part in split], groups, self.mask_truncated)
+
+
+@checked("algorithm")
+class GiGPO:
+    """Credit per turn on its tokens: A = A_E + omega A_S (arXiv 2505.10978); a turn without a state has no A_S.
+
+    A_E is the episode against its group (eq. 3), A_S each step against the group's steps from the same state (eq. 7),
+    both by `advantages.group_relative`, with returns discounted by gamma.
+    similarity: likeness that makes two states the same, `advantages.clusters`; None where they must be equal.
+    episode_over: the group's statistics count every "trajectory" once (the paper), or every "step", so that long
+    trajectories weigh more (verl-agent).
+    """
+
+    gamma: Share = 0.95
+    omega: NotNegative = 1.0
+    similarity: PositiveShare | None = None
+    episode_over: Over = "trajectory"
+    scale: Scale = "none"
+    eps: NotNegative = 1e-6
+    mask_truncated: bool = False
+
+    @property
+    def compares(self) -> Compares:
+        return "group"
+
+    def __call__(self, groups: Sequence[Group]) -> Advantages:
+        trajectories, ids = flat(groups)
+        turns = [n for n, one in enumerate(trajectories) for _ in one.turns]
+        rewards, owners = np.array(rewards_of(trajectories)), [ids[n] for n in turns]
+        if self.episode_over == "step":
+            total = maths.group_relative(rewards[turns], owners, self.scale, self.eps)
+        else:
+            total = maths.group_relative(rewards, ids, self.scale, self.eps)[turns]
+        if self.omega:
+            total = total + self.omega * self._steps(trajectories, owners)
+        values = iter(total.tolist())
+        spread = [[value for turn in one.turns for value in [next(values)] * turn.num_sampled] for one in trajectories]
+        return _grouped(spread, groups, self.mask_truncated)
+
+    def _steps(self, trajectories: Sequence[Trajectory], owners: Sequence[int]) -> Floats:
+        """[N] A_S of every turn."""
+        returns = [value for one in trajectories for value in maths.discounted(step_rewards(one), self.gamma)]
+        states = [turn.state for one in trajectories for turn in one.turns]
+        if self.similarity is not None:
+            states = maths.clusters(states, owners, self.similarity)
+        anchors = [(owner, object() if state is None else state) for owner, state in zip(owners, states, strict=True)]
+        return maths.group_relative(returns, anchors, self.scale, self.eps)
 
 
 def flat(groups: Sequence[Group]) -> tuple[list[Trajectory], list[int]]:
     """All trajectories in order, and the number of each one's group."""
-    return [row for group in groups for row in group], [n for n, group in enumerate(groups) for _ in group]
+    return [one for group in groups for one in group], [n for n, group in enumerate(groups) for _ in group]
 
 
-def reward_of(row: Trajectory) -> float:
-    """The reward of a trajectory; NaN, which is left out of every statistic, for one that ended in an error."""
-    return math.nan if row.stop == "error" else row.reward
+def rewards_of(trajectories: Sequence[Trajectory]) -> list[float]:
+    """Rewards; NaN, which is left out of every statistic, for a trajectory that ended in an error."""
+    return [math.nan if one.stop == "error" else one.reward for one in trajectories]
 
 
-def group_credit(name: str, baseline: Baseline, mask_truncated: bool, whitening: Whitening | None = None) -> Credit:
-    """Credit per trajectory by a baseline over its group, `baseline(trajectories [N], ids [N]) -> [N]`.
-
-    whitening: of the advantages of all tokens of the step, of which a trajectory's are the same.
-    """
-
-    def credit(groups: Sequence[Group]) -> Advantages:
-        refuse_singles(name, groups)
-        rows, ids = flat(groups)
-        values = baseline(rows, ids)
-        values = values if whitening is None else whitened(values, rows, whitening)
-        return grouped(values.tolist(), groups, mask_truncated)
-
-    return credit
-
-
-def of_rewards(function: Rewards) -> Baseline:
-    """A baseline of the trajectories' rewards, `function(rewards [N], ids [N]) -> [N]`."""
-    return lambda rows, ids: function([reward_of(row) for row in rows], ids)
-
-
-def of_parts(eps: float) -> Baseline:
-    """`advantages.normalise_then_sum` of the parts of the trajectories' rewards, each with its weight."""
-
-    def baseline(rows: Sequence[Trajectory], ids: list[int]) -> Floats:
-        known = [row for row in rows if row.rewards]
-        weights = {name: row.weights.get(name, 1.0) for row in known for name in row.rewards}
-        if not weights:
-            raise ValueError(
-                "combine: 'normalise' wants the parts of the rewards, which score(groups, ...) keeps; got none"
-            )
-        parts = [[row.rewards.get(name, math.nan) for name in weights] for row in rows]
-        failed = np.isnan([reward_of(row) for row in rows])
-        return normalise_then_sum(np.where(failed[:, None], np.nan, parts), list(weights.values()), ids, eps)
-
-    return baseline
-
-
-def whitened(values: Floats, rows: Sequence[Trajectory], whitening: Whitening) -> Floats:
-    """[N] advantages whitened over the tokens that carry them; a trajectory without a reward stays at 0."""
-    known = np.array([row.num_sampled > 0 and not math.isnan(reward_of(row)) for row in rows])
-    lengths = np.array([row.num_sampled for row in rows])[known]
-    out = np.zeros_like(values)
-    if known.any():
-        out[known] = whitening(np.repeat(values[known], lengths))[np.cumsum(lengths) - 1]
-    return out
-
-
-def no_credit(groups: Sequence[Group]) -> Advantages:
-    """Advantage 0 for everyone, where the teacher alone teaches."""
-    return [[0.0] * len(group) for group in groups]
-
-
-def whitened_credit(gamma: float, whitening: Whitening, centre: bool, name: str, mask_truncated: bool) -> Credit:
-    """Credit per token, whitened over all tokens of the step: R_t = gamma^(T-1-t) r, the reward at the last token.
-
-    centre: the mean of the group is taken off the rewards first, and gamma is not used.
-    """
-
-    def credit(groups: Sequence[Group]) -> Advantages:
-        rows, ids = flat(groups)
-        rewards = np.array([reward_of(row) for row in rows])
-        if centre:
-            refuse_singles(name, groups)
-            rewards = np.where(np.isnan(rewards), np.nan, group_relative(rewards, ids, "none"))
-        lengths = [row.num_sampled for row in rows]
-        tokens = [r * gamma ** np.arange(n - 1, -1, -1.0) for r, n in zip(rewards, lengths, strict=True)]
-        values = whitening(np.concatenate([*tokens, np.zeros(0)]))
-        split = np.split(values, np.cumsum(lengths)[:-1]) if rows else []
-        return grouped([part.tolist() for part in split], groups, mask_truncated)
-
-    return credit
-
-
-def gigpo_credit(
-    gamma: float,
-    omega: float,
-    similarity: float | None,
-    episode: Callable[[list[float], Ids, Ids], Floats],
-    step: Callable[[list[float], Ids, Ids], Floats],
-    mask_truncated: bool,
-) -> Credit:
-    """Credit per turn, spread over its tokens: A = A_E + omega A_S of `steps`; a turn without a state has no A_S.
-
-    States are compared inside a group only. A trajectory without a reward, or one that ended in an error, is in no
-    statistic and has advantage 0.
-
-    episode(rewards, groups, trajectories) and step(returns, groups, anchors), each [N] over all turns.
-    """
-
-    def credit(groups: Sequence[Group]) -> Advantages:
-        refuse_singles("gigpo", groups)
-        rows, ids = flat(groups)
-        turns = [n for n, row in enumerate(rows) for _ in row.turns]
-        owners = [ids[n] for n in turns]
-        total = episode([reward_of(rows[n]) for n in turns], owners, turns)
-        if omega:
-            returns = [g for row in rows for g in discounted(step_rewards(row), gamma)]
-            anchors = _anchors([turn.state for row in rows for turn in row.turns], owners, similarity)
-            total = total + omega * step(returns, owners, anchors)
-        values = iter(total.tolist())
-        spread = [[value for turn in row.turns for value in [next(values)] * turn.num_sampled] for row in rows]
-        return grouped(spread, groups, mask_truncated)
-
-    return credit
-
-
-def step_rewards(row: Trajectory) -> list[float]:
+def step_rewards(trajectory: Trajectory) -> list[float]:
     """The rewards of the turns; what the trajectory's reward has beyond their sum comes with the last."""
-    rewards = [turn.reward for turn in row.turns]
-    rest = reward_of(row) - math.fsum(rewards)
+    rewards = [turn.reward for turn in trajectory.turns]
+    rest = rewards_of([trajectory])[0] - math.fsum(rewards)
     return [*rewards[:-1], rewards[-1] + rest] if rewards else []
 
 
-def _anchors(states: Sequence[Hashable], owners: Sequence[int], similarity: float | None) -> list[Hashable]:
-    """An id per turn, equal where the states are (alike); a turn without a state is alone."""
-    anchors: list[Hashable] = [object() if state is None else state for state in states]
-    if similarity is not None:
-        seen = [n for n, state in enumerate(states) if state is not None]
-        alike = steps.clusters([str(states[n]) for n in seen], [owners[n] for n in seen], similarity)
-        for n, number in zip(seen, alike, strict=True):
-            anchors[n] = number
-    return anchors
+def _grouped(values: Sequence[Value], groups: Sequence[Group], mask_truncated: bool) -> Advantages:
+    """One value per trajectory, in order, in the shape of the groups; 0 for those masked as truncated."""
+    remaining = iter(values)
+
+    def own(trajectory: Trajectory) -> Value:
+        value = next(remaining)
+        return 0.0 if mask_truncated and trajectory.stop == "length" else value
+
+    return [[own(one) for one in group] for group in groups]
+
+
+def _over_tokens(whiten: Whiten, values: Floats, trajectories: Sequence[Trajectory]) -> Floats:
+    """[N] advantages whitened over the tokens that carry them; a trajectory without a reward stays at 0."""
+    scored = ~np.isnan(rewards_of(trajectories))
+    lengths = np.array([one.num_sampled for one in trajectories])
+    known = scored & (lengths > 0)
+    out = np.zeros_like(values)
+    if known.any():
+        out[known] = whiten(np.repeat(values[known], lengths[known]))[np.cumsum(lengths[known]) - 1]
+    return out
+
+
+def _by_function(trajectories: Sequence[Trajectory], ids: list[int], eps: float) -> Floats:
+    """`advantages.normalise_then_sum` of the parts of the trajectories' rewards, each with its weight."""
+    weights = {name: one.weights.get(name, 1.0) for one in trajectories for name in one.rewards}
+    if not weights:
+        raise SettingError(
+            "scale", "'function' wants the parts of the rewards, which score(groups, ...) keeps; got none"
+        )
+    parts = [[one.rewards.get(name, math.nan) for name in weights] for one in trajectories]
+    failed = np.isnan(rewards_of(trajectories))
+    return maths.normalise_then_sum(np.where(failed[:, None], np.nan, parts), list(weights.values()), ids, eps)

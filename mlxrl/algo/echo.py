@@ -1,110 +1,63 @@
-"""ECHO: the policy learns to predict what its actions bring about, beside what its algorithm teaches."""
+"""ECHO: the policy learns to predict what its actions bring about, beside whatever its algorithm teaches."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Annotated, ClassVar
 
 import mlx.core as mx
 
-from mlxrl.algo.credit import Advantages
-from mlxrl.algo.probe import comparison_of
-from mlxrl.algo.reduce import total
-from mlxrl.types import Algorithm, Comparison, Group, Logprobs, Metrics, MicroBatch, Totals
+from mlxrl import types
+from mlxrl.algo.algorithm import Algorithm, Term, term
+from mlxrl.algo.reduce import Reduction, total
+from mlxrl.algo.terms import Coefficient, there
+from mlxrl.checked import Natural, says
+from mlxrl.types import Logprobs, Metrics, MicroBatch, Totals
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """An algorithm with the loss of `with_echo` added; see there. step: of the run, from 0, which tapers the weight."""
+@term("echo")
+class Echo(Term):
+    """Prediction of what environments answer (ECHO, arXiv 2605.24517), beside whatever the algorithm teaches.
 
-    algorithm: Algorithm
-    weight: float
-    steps: int | None = None
-    skip: frozenset[int] = frozenset()
-    step: int = 0
+    c sum_{observed tokens} -log pi(token | what stands before it) / (observed tokens of the step)
 
-    @property
-    def name(self) -> str:
-        return self.algorithm.name
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.algorithm.needs | ({"observations"} if self.coefficient else frozenset())
-
-    @property
-    def comparison(self) -> Comparison | None:
-        return comparison_of(self.algorithm)
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        return getattr(self.algorithm, "arguments", {})
-
-    @property
-    def coefficient(self) -> float:
-        """What the loss counts at this step: weight, or weight (1 - step / steps), 0 from there on."""
-        left = 1.0 if self.steps is None else max(1 - self.step / self.steps, 0.0)
-        return self.weight * left
-
-    def at(self, step: int) -> Echo:
-        """The algorithm at a step of the run."""
-        return replace(self, step=step)
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Those of the algorithm."""
-        return self.algorithm.advantages(groups)
-
-    def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, Metrics]:
-        """The minibatch's share; with a coefficient of 0 it is the algorithm's own, bit for bit."""
-        loss, metrics = self.algorithm.loss(new, batch, totals)
-        if not self.coefficient:
-            return loss, metrics
-        assert new.observation_logprobs is not None
-        assert batch.observation_mask is not None
-        count = max(totals.observation_tokens, 1)
-        missed = total(-new.observation_logprobs, batch.observation_mask) / count
-        loss = loss + self.coefficient * missed
-        # One array, taken apart: mx.compile fails on two outputs that are the same computation twice.
-        shown = mx.stop_gradient(mx.stack([loss, missed, self.coefficient * batch.observation_mask.sum() / count]))
-        names = ("policy/loss", "policy/echo_loss", "policy/echo_coefficient")
-        return loss, {**metrics, **{name: shown[n] for n, name in enumerate(names)}}
-
-
-def with_echo(
-    algorithm: Algorithm, weight: float = 0.1, *, steps: int | None = None, skip: Collection[int] = ()
-) -> Echo:
-    """Add the cross-entropy of what environments answered (ECHO, arXiv 2605.24517).
-
-    L = L_algorithm + c sum_{observed tokens} -log pi(token | what stands before it) / (observed tokens of the step)
-
-    Observed are the tokens that an environment returned, those of the first prompt and forced ones not, over all
-    trajectories of the step but those that ended in an error: an attempt without advantage teaches here too. The
-    denominator is theirs alone, so that the weight of the algorithm's loss stays what it was. Log-probs are taken at
-    the temperature of the sampling. Where a chat template has rewritten the history, the answer in the new prompt is
-    told apart by `Turn.new`.
-
-    Args:
-        weight: c, 0 or more; 0 is the algorithm itself.
-        steps: taper c linearly over so many steps of the run, c = weight (1 - step / steps); None keeps it.
-            `train` goes along; in a loop of one's own, `algo.at(step)` is the algorithm of a step.
-        skip: token ids that are not predicted, as the marks of a chat template (`tokenizer.all_special_ids`).
-    Returns:
-        an algorithm. It reports `policy/echo_loss`, nats per observed token, and `policy/echo_coefficient`.
+    Observed are the tokens that an environment returned, not those of the first prompt nor forced ones, over all
+    trajectories of the step but those that ended in an error: one without advantage teaches here too. The denominator
+    is theirs alone, so that the weight of the algorithm's own loss stays what it was.
     """
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"echo: weight: wanted 0 or more, got {weight}")
-    if steps is not None and steps < 1:
-        raise ValueError(f"echo: steps: wanted at least 1, got {steps}; leave it out for a constant weight")
-    return Echo(algorithm, weight, steps, frozenset(skip))
+
+    needs: ClassVar[frozenset[str]] = frozenset({"observations"})
+    weight: Annotated[Coefficient, says("factor of the term")] = 0.1
+    taper: Annotated[Natural, says("steps of the run over which the weight falls linearly to 0; 0 keeps it")] = 0
+    skip: Annotated[
+        frozenset[Natural] | None, says("token ids that are not predicted; left out, the tokenizer's special ones")
+    ] = None
+
+    def at(self, step: int) -> Echo | None:
+        left = max(1 - step / self.taper, 0.0) if self.taper else 1.0
+        return replace(self, weight=self.weight * left, taper=0) if left else None
+
+    def share(self, new: Logprobs, batch: MicroBatch, totals: Totals, reduction: Reduction) -> mx.array:
+        return self.weight * self._missed(new, batch, totals)
+
+    def metrics(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> Metrics:
+        predicted = there(batch.observation_mask).sum()
+        factor = self.weight * predicted / max(totals.observation_tokens, 1)
+        return {"policy/echo_loss": self._missed(new, batch, totals), "policy/echo_coefficient": factor}
+
+    def _missed(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> mx.array:
+        """Cross-entropy in nats per observed token of the step."""
+        logprobs, observed = there(new.observation_logprobs), there(batch.observation_mask)
+        return total(-logprobs, observed) / max(totals.observation_tokens, 1)
 
 
-def at_step(algorithm: Algorithm, step: int) -> Algorithm:
-    """The algorithm at a step of the run; most are the same at every one."""
-    at = getattr(algorithm, "at", None)
-    return algorithm if at is None else at(step)
-
-
-def not_predicted(algorithm: Algorithm) -> frozenset[int] | None:
-    """The token ids among observations that an algorithm does not predict; None where it predicts no observations."""
-    return getattr(algorithm, "skip", frozenset[int]()) if "observations" in algorithm.needs else None
+def without_special_ids(algorithm: types.Algorithm, ids: Collection[int]) -> types.Algorithm:
+    """The algorithm, of which an `Echo` that names no ids of its own does not predict these."""
+    if not isinstance(algorithm, Algorithm):
+        return algorithm
+    terms = [
+        replace(term, skip=frozenset(ids)) if isinstance(term, Echo) and term.skip is None else term
+        for term in algorithm.terms
+    ]
+    return replace(algorithm, terms=tuple(terms))

@@ -1,139 +1,233 @@
-"""Policy losses per token, to be reduced by `reduce.*` with the step's totals.
+"""Importance ratios, and policy losses per token that are made of them.
 
-Shapes: B rows, T tokens. `ratio` is pi_new / pi_old, [B, T] or, for a whole completion, [B, 1]; `advantage` is
-[B, T] or broadcasts to it; log-probs in nats. Losses are minimised. `sg` stops the gradient.
+A policy loss is called with log-probs new and old, advantages and mask, [B, T] each (nats), and returns the loss per
+token, to be reduced by `reduce` with the step's totals. The gradient flows through `new` alone. What stands under the
+mask reaches neither loss nor gradient, because masks come before exponentials and sums. Losses are minimised.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
-from mlxrl.algo.ratio import clamp, lengths, token
+from mlxrl.checked import AboveOne, Interval, NotNegative, Positive, Share, Unbounded, because, checked
+
+PerToken: TypeAlias = Annotated[mx.array, "B T"]
+Spread: TypeAlias = Annotated[mx.array, "B #T"]
+"""[B, T], or [B, 1] where a sequence has one value."""
+PerSequence: TypeAlias = Annotated[mx.array, "B 1"]
+
+_DISTANCES = because("they are distances from 1, the lower one at most 1")
+Clip: TypeAlias = Annotated[tuple[Share | None, NotNegative | None], _DISTANCES]
+ClosedClip: TypeAlias = Annotated[tuple[Share, NotNegative], _DISTANCES]
+Level: TypeAlias = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+SAFE = (-20.0, 20.0)
+"""Bounds of a log-ratio inside which its exponential is far from the end of float32."""
 
 
-def clipped(
-    ratio: mx.array,
-    advantage: mx.array,
-    low: float | None = 0.2,
-    high: float | None = 0.2,
-    dual: float | None = None,
-    delta: float | None = None,
-) -> mx.array:
-    """Clipped surrogate (PPO, arXiv 1707.06347 eq. 7; asymmetric bounds from DAPO, 2503.14476).
+def clamp(values: mx.array, bounds: tuple[float | None, float | None] | None) -> mx.array:
+    """Values between two bounds, either of which may be None; no gradient outside them."""
+    if bounds is None:
+        return values
+    low, high = bounds
+    if low is not None:
+        values = mx.maximum(values, low)
+    return values if high is None else mx.minimum(values, high)
 
-    l = -min(r A, clip(r, 1-low, 1+high) A)
 
-    Args:
-        ratio: [B, T] or [B, 1]; the gradient flows through it.
-        advantage: [B, T].
-        low, high: distance of the bounds from 1; None leaves that side open.
-        dual: where A < 0 the loss is at most -dual A (dual clip, arXiv 1912.09729).
-        delta: the first r is min(r, delta) (two-sided clip, INTELLECT-2, arXiv 2505.07291).
-    Returns:
-        [B, T] losses.
+def lengths(mask: PerToken) -> PerSequence:
+    """Tokens of each sequence, at least 1 so that an empty one divides by something."""
+    return mx.maximum(mask.sum(axis=-1, keepdims=True), 1)
+
+
+def log_ratio(new: PerToken, old: PerToken, mask: PerToken) -> PerToken:
+    """log pi_new / pi_old of every token (PPO, arXiv 1707.06347); 0 under the mask."""
+    return mx.where(mask > 0, new - mx.stop_gradient(old), 0.0)
+
+
+def summed_log_ratio(new: PerToken, old: PerToken, mask: PerToken) -> PerSequence:
+    """Log-ratio of the whole completion, the sum over its tokens (RLOO, arXiv 2402.14740)."""
+    return log_ratio(new, old, mask).sum(axis=-1, keepdims=True)
+
+
+def mean_log_ratio(new: PerToken, old: PerToken, mask: PerToken) -> PerSequence:
+    """Mean log-ratio of a completion (GSPO, arXiv 2507.18071 eq. 7); the gradient flows through the mean."""
+    return summed_log_ratio(new, old, mask) / lengths(mask)
+
+
+def mean_log_ratio_on_tokens(new: PerToken, old: PerToken, mask: PerToken) -> PerToken:
+    """Mean log-ratio in value, the token's own log-prob in gradient (GSPO-token, arXiv 2507.18071 eq. 14).
+
+    sg(mean_t(new - old)) + new - sg(new): with one advantage a sequence its gradient is that of `mean_log_ratio`, and
+    it allows an advantage for every token.
     """
-    loose = ratio if delta is None else mx.minimum(ratio, delta)
-    loss = -mx.minimum(loose * advantage, bounded(ratio, low, high) * advantage)
-    if dual is None:
-        return loss
-    return mx.where(advantage < 0, mx.minimum(loss, -dual * advantage), loss)
+    own = mx.where(mask > 0, new - mx.stop_gradient(new), 0.0)
+    return mx.stop_gradient(mean_log_ratio(new, old, mask)) + own
 
 
-def bounded(ratio: mx.array, low: float | None, high: float | None) -> mx.array:
+LEVELS: dict[str, Callable[[mx.array, mx.array, mx.array], mx.array]] = {
+    "token": log_ratio,
+    "sequence": mean_log_ratio,
+    "sequence_token": mean_log_ratio_on_tokens,
+    "sequence_sum": summed_log_ratio,
+}
+
+
+def importance(
+    old: PerToken, sampler: PerToken, mask: PerToken, level: Level = "token", bounds: Interval | None = SAFE
+) -> Spread:
+    """Weight exp(x) of the trainer against the sampler, x = log pi_old / pi_sampler within `bounds`; no gradient."""
+    return mx.exp(clamp(mx.stop_gradient(LEVELS[level](old, sampler, mask)), bounds))
+
+
+class Surrogate(NamedTuple):
+    """A policy loss, its ratio, and flags of the tokens whose gradient a lower and an upper bound stop.
+
+    Each is [B, T] or, where a sequence has one value, [B, 1].
+    """
+
+    loss: mx.array
+    ratio: mx.array
+    low: mx.array
+    high: mx.array
+
+
+def bounded(ratio: Spread, low: float | None, high: float | None) -> Spread:
     """clip(r, 1-low, 1+high), without gradient outside; None leaves a side open."""
     return clamp(ratio, (None if low is None else 1 - low, None if high is None else 1 + high))
 
 
-def outside(ratio: mx.array, advantage: mx.array, low: float | None, high: float | None) -> tuple[mx.array, mx.array]:
-    """[B, T] flags: tokens whose gradient the lower bound stops (A < 0), and the upper one (A > 0)."""
-    never = mx.zeros_like(ratio * advantage) > 0
-    below = never if low is None else (ratio < 1 - low) & (advantage < 0)
-    above = never if high is None else (ratio > 1 + high) & (advantage > 0)
+def outside(ratio: Spread, advantages: Spread, low: float | None, high: float | None) -> tuple[mx.array, mx.array]:
+    """Flags [B, T]: tokens whose gradient the lower bound stops (A < 0), and the upper one (A > 0)."""
+    never = mx.zeros_like(ratio * advantages) > 0
+    below = never if low is None else (ratio < 1 - low) & (advantages < 0)
+    above = never if high is None else (ratio > 1 + high) & (advantages > 0)
     return below, above
 
 
-def reinforce(new: mx.array, advantage: mx.array) -> mx.array:
-    """Score-function loss l = -A log pi (Williams, 1992)."""
-    return -advantage * new
+@checked("algorithm")
+class Ratio:
+    """The importance ratio r of a policy loss: whose log-ratio is exponentiated, and the bounds of the log-ratio.
+
+    ratio: that of the "token", of the "sequence" (its mean), of the "sequence_token" (the same in value, the token's
+    own in gradient) or "sequence_sum" (its sum).
+    """
+
+    ratio: Level = "token"
+    log_ratio_clamp: Interval | None = SAFE
+
+    def log_ratio(self, new: PerToken, old: PerToken, mask: PerToken) -> Spread:
+        """Log-ratio at the level, within the bounds."""
+        return clamp(LEVELS[self.ratio](new, old, mask), self.log_ratio_clamp)
 
 
-def cispo(
-    new: mx.array, ratio: mx.array, advantage: mx.array, low: float | None = None, high: float | None = 4.0
-) -> mx.array:
+@checked("algorithm")
+class Clipped(Ratio):
+    """Clipped surrogate (PPO, arXiv 1707.06347 eq. 7; asymmetric bounds from DAPO, 2503.14476).
+
+    l = -min(r A, clip(r, 1-low, 1+high) A)
+
+    clip: low and high, distances of the bounds from 1; None leaves a side open.
+    dual_clip: where A < 0 the loss is at most -dual_clip A (arXiv 1912.09729).
+    delta: the first r is min(r, delta) (two-sided clip, INTELLECT-2, arXiv 2505.07291).
+    """
+
+    clip: Clip | None = (0.2, 0.2)
+    dual_clip: AboveOne | None = None
+    delta: AboveOne | None = None
+
+    def __call__(self, new: PerToken, old: PerToken, advantages: Spread, mask: PerToken) -> Surrogate:
+        ratio = mx.exp(self.log_ratio(new, old, mask))
+        low, high = self.clip or (None, None)
+        loose = ratio if self.delta is None else mx.minimum(ratio, self.delta)
+        loss = -mx.minimum(loose * advantages, bounded(ratio, low, high) * advantages)
+        if self.dual_clip is not None:
+            loss = mx.where(advantages < 0, mx.minimum(loss, -self.dual_clip * advantages), loss)
+        return Surrogate(loss, ratio, *outside(ratio, advantages, low, high))
+
+
+@checked("algorithm")
+class ClippedWeight(Ratio):
     """Clipped importance weight, unclipped gradient (CISPO, MiniMax-M1, arXiv 2506.13585 eq. 4).
 
-    l = -sg(clip(r, 1-low, 1+high)) A log pi;  low=None, high=4 is ScaleRL's cap of 5 (arXiv 2510.13786)
+    l = -sg(clip(r, 1-low, 1+high)) A log pi;  clip (None, 4) is ScaleRL's cap of 5 (arXiv 2510.13786)
+
+    The flags are of the weights outside the bounds, whatever the advantage.
     """
-    return -mx.stop_gradient(bounded(ratio, low, high)) * advantage * new
+
+    clip: Clip | None = (None, 4.0)
+
+    def __call__(self, new: PerToken, old: PerToken, advantages: Spread, mask: PerToken) -> Surrogate:
+        ratio = mx.exp(self.log_ratio(new, old, mask))
+        low, high = self.clip or (None, None)
+        loss = -mx.stop_gradient(bounded(ratio, low, high)) * advantages * new
+        below, _ = outside(ratio, -mx.ones_like(ratio), low, None)
+        _, above = outside(ratio, mx.ones_like(ratio), None, high)
+        return Surrogate(loss, ratio, below, above)
 
 
-def sapo(ratio: mx.array, advantage: mx.array, tau_pos: float = 1.0, tau_neg: float = 1.05) -> mx.array:
+@checked("algorithm")
+class SoftGate(Ratio):
     """Soft gate in place of the clip (SAPO, arXiv 2511.20347).
 
     l = -A (4 / tau) sigmoid(tau (r - 1)),  tau = tau_pos where A > 0, else tau_neg
     """
-    tau = mx.where(advantage > 0, tau_pos, tau_neg)
-    return -advantage * mx.sigmoid(tau * (ratio - 1)) * 4 / tau
+
+    tau_pos: Positive = 1.0
+    tau_neg: Positive = 1.05
+
+    def __call__(self, new: PerToken, old: PerToken, advantages: Spread, mask: PerToken) -> Surrogate:
+        ratio = mx.exp(self.log_ratio(new, old, mask))
+        tau = mx.where(advantages > 0, self.tau_pos, self.tau_neg)
+        loss = -advantages * mx.sigmoid(tau * (ratio - 1)) * 4 / tau
+        never = mx.zeros_like(ratio)
+        return Surrogate(loss, ratio, never, never)
 
 
-def gmpo(
-    log_ratio: mx.array, advantage: mx.array, mask: mx.array, low: float = 0.4, high: float = 0.4
-) -> tuple[mx.array, mx.array]:
+@checked("algorithm")
+class GeometricMean(Ratio):
     """Geometric mean of the clipped token ratios (GMPO, arXiv 2507.20673), to be reduced by `sequence_mean`.
 
-    l_b = -A_b exp(mean_t x'_t),  A x' = min(A x, A clip(x, -low, high)) in sign;  A_b the row's mean advantage
-
-    Returns:
-        [B, 1] loss and [B, 1] ratio.
+    l_b = -A_b exp(mean_t x'_t),  A x' = min(A x, A clip(x, -low, high)) in sign;  A_b the sequence's mean advantage
     """
-    bound = clamp(log_ratio, (-low, high))
-    worse = mx.where(advantage > 0, mx.minimum(log_ratio, bound), mx.maximum(log_ratio, bound))
-    worse = mx.where(advantage == 0, 0.0, worse)
-    count = lengths(mask)
-    ratio = mx.exp((worse * mask).sum(axis=-1, keepdims=True) / count)
-    return -(advantage * mask).sum(axis=-1, keepdims=True) / count * ratio, ratio
+
+    clip: ClosedClip = (0.4, 0.4)
+
+    def __call__(self, new: PerToken, old: PerToken, advantages: Spread, mask: PerToken) -> Surrogate:
+        x, (low, high), count = self.log_ratio(new, old, mask), self.clip, lengths(mask)
+        bound = clamp(x, (-low, high))
+        worse = mx.where(advantages > 0, mx.minimum(x, bound), mx.maximum(x, bound))
+        worse = mx.where(advantages == 0, 0.0, worse)
+        ratio = mx.exp((worse * mask).sum(axis=-1, keepdims=True) / count)
+        loss = -(advantages * mask).sum(axis=-1, keepdims=True) / count * ratio
+        return Surrogate(loss, ratio, (x < -low) & (advantages < 0), (x > high) & (advantages > 0))
 
 
 def probability_outside(
-    new: mx.array, old: mx.array, advantage: mx.array, low: float = 0.2, high: float = 0.2
+    new: PerToken, old: PerToken, advantages: Spread, low: float = 0.2, high: float = 0.2
 ) -> tuple[mx.array, mx.array]:
-    """[B, T] flags of tokens whose probability already moved too far, down (A <= 0) or up (A > 0) (DPPO-TV).
+    """Flags [B, T] of tokens whose probability already moved too far, down (A <= 0) or up (A > 0) (DPPO-TV).
 
     down: p_new - p_old < -low;  up: p_new - p_old > high  (verl's dppo_tv, prime-rl's default)
     """
     moved = mx.stop_gradient(mx.exp(new) - mx.exp(old))
-    return (moved < -low) & (advantage <= 0), (moved > high) & (advantage > 0)
+    return (moved < -low) & (advantages <= 0), (moved > high) & (advantages > 0)
 
 
-def dppo(new: mx.array, ratio: mx.array, advantage: mx.array, keep: mx.array, cap: float = 20.0) -> mx.array:
-    """REINFORCE with a capped weight inside the trust region (verl's dppo): l = -A sg(min(r, cap) keep) log pi."""
-    return -advantage * mx.stop_gradient(mx.minimum(ratio, cap) * keep) * new
+@checked("algorithm")
+class TrustRegion(Ratio):
+    """REINFORCE with a capped weight, inside the region that `probability_outside` leaves (DPPO, arXiv 2602.04879).
 
-
-def dro(new: mx.array, log_ratio: mx.array, advantage: mx.array, beta: float = 0.5) -> mx.array:
-    """Direct reward optimisation (arXiv 2405.19107), per token: l = -A log pi + beta/2 (log pi_new - log pi_old)^2."""
-    return -advantage * new + 0.5 * beta * log_ratio * log_ratio
-
-
-def vespo(
-    new: mx.array,
-    old: mx.array,
-    advantage: mx.array,
-    mask: mx.array,
-    positive: tuple[float, float] = (2.0, 3.0),
-    negative: tuple[float, float] = (3.0, 2.0),
-) -> tuple[mx.array, mx.array]:
-    """Gamma-shaped sequence weight (TRL's vespo): l = -phi A log pi, phi = w^k exp(lam (1 - w)) without gradient.
-
-    w = the row's product of ratios, log w in [log 1e-8, 20]; (k, lam) is `positive` where A >= 0, else `negative`.
-
-    Returns:
-        [B, T] loss and phi, [B, T].
+    l = -A sg(min(r, cap) keep) log pi
     """
-    held = clamp(token(new, old, mask), (-20.0, 20.0)).sum(axis=-1, keepdims=True)
-    log_w = clamp(held, (math.log(1e-8), 20.0))
-    k, lam = (mx.where(advantage >= 0, p, n) for p, n in zip(positive, negative, strict=True))
-    phi = mx.stop_gradient(mx.exp(lam + k * log_w - lam * mx.exp(log_w)))
-    return -phi * advantage * new, phi
+
+    clip: ClosedClip = (0.2, 0.2)
+    cap: Annotated[Positive, Unbounded] = 20.0
+
+    def __call__(self, new: PerToken, old: PerToken, advantages: Spread, mask: PerToken) -> Surrogate:
+        ratio = mx.exp(self.log_ratio(new, old, mask))
+        below, above = probability_outside(new, old, advantages, *self.clip)
+        weight = mx.stop_gradient(mx.minimum(ratio, self.cap) * ~(below | above))
+        return Surrogate(-advantages * weight * new, ratio, below, above)

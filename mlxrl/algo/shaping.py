@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mlxrl.algo.advantages import length_penalty
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mlxrl.algo.advantages import Floats, Ids, members
 from mlxrl.types import Group, Trajectory
 
 
@@ -24,59 +27,50 @@ def shape_overlong(
     groups: Sequence[Group], max_tokens: int, buffer: int, factor: float = 1.0, cap: float | None = None
 ) -> list[Group]:
     """The groups with `overlong_penalty` added to the reward of every trajectory."""
-    return [
-        tuple(
-            with_part(row, "shaping/overlong", overlong_penalty(row.length, max_tokens, buffer, factor, cap))
-            for row in group
-        )
-        for group in groups
-    ]
+
+    def shaped(one: Trajectory) -> Trajectory:
+        return with_part(one, "shaping/overlong", overlong_penalty(one.length, max_tokens, buffer, factor, cap))
+
+    return [tuple(map(shaped, group)) for group in groups]
+
+
+def length_penalty(rewards: ArrayLike, ids: Ids, costs: Sequence[tuple[float, ArrayLike]]) -> Floats:
+    """[N] rewards less a penalty in proportion to what the completion cost (prime-rl's linear length penalty).
+
+    shaped_i = r_i - mean_g(r) sum_c w_c x_ci / max(max_g(x_c), 1)
+
+    costs: pairs of a weight w and values x [N], such as tokens or turns.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    out = rewards.copy()
+    for group in members(ids):
+        known = rewards[group][~np.isnan(rewards[group])]
+        mean = known.mean() if known.size else 0.0
+        for weight, values in costs:
+            x = np.asarray(values, dtype=np.float64)[group]
+            out[group] -= mean * weight * x / max(x.max(), 1.0)
+    return out
 
 
 def shape_length(groups: Sequence[Group], weight: float) -> list[Group]:
-    """The groups with a penalty in proportion to length, `advantages.length_penalty` with tokens as the cost."""
-    rows = [row for group in groups for row in group]
-    rewards, ids = [row.reward for row in rows], [n for n, group in enumerate(groups) for _ in group]
-    shaped = length_penalty(rewards, ids, [(weight, [row.length for row in rows])]).tolist()
+    """The groups with `length_penalty` for the tokens of every trajectory."""
+    trajectories = [one for group in groups for one in group]
+    rewards, ids = [one.reward for one in trajectories], [n for n, group in enumerate(groups) for _ in group]
+    shaped = length_penalty(rewards, ids, [(weight, [one.length for one in trajectories])]).tolist()
     parts = iter([new - old for new, old in zip(shaped, rewards, strict=True)])
-    return [tuple(with_part(row, "shaping/length", next(parts)) for row in group) for group in groups]
+    return [tuple(with_part(one, "shaping/length", next(parts)) for one in group) for group in groups]
 
 
-def with_part(row: Trajectory, name: str, value: float) -> Trajectory:
+def with_part(one: Trajectory, name: str, value: float) -> Trajectory:
     """The trajectory with one more part of its reward."""
-    rewards, weights = {**row.rewards, name: value}, {**row.weights, name: 1.0}
-    return replace(row, reward=row.reward + value, rewards=rewards, weights=weights)
+    rewards, weights = {**one.rewards, name: value}, {**one.weights, name: 1.0}
+    return replace(one, reward=one.reward + value, rewards=rewards, weights=weights)
 
 
-def truncated_reward(reward: float, truncated: bool, coefficient: float) -> float:
-    """Reward of a row that may have run into the limit: times a coefficient >= 0, or a negative one in its place.
+def keep_varied(groups: Sequence[Group]) -> list[Group]:
+    """The groups with two different rewards (DAPO's dynamic sampling, arXiv 2503.14476); others credit nobody."""
 
-    (OpenRLHF's stop-properly penalty.)
-    """
-    if not truncated:
-        return reward
-    return reward * coefficient if coefficient >= 0 else coefficient
+    def varied(group: Group) -> bool:
+        return len({one.reward for one in group if not math.isnan(one.reward)}) > 1
 
-
-def varied(rewards: Sequence[float], tolerance: float = 0.0) -> bool:
-    """Whether a group teaches something: two scorable rewards that differ by a standard deviation over `tolerance`.
-
-    tolerance 0 compares the raw rewards (tinker); slime asks for a standard deviation (n-1) over 1e-6. DAPO's dynamic
-    sampling (arXiv 2503.14476) keeps such groups only.
-    """
-    known = [reward for reward in rewards if not math.isnan(reward)]
-    if len(known) < 2 or max(known) == min(known):
-        return False
-    mean = math.fsum(known) / len(known)
-    return math.sqrt(math.fsum((r - mean) ** 2 for r in known) / (len(known) - 1)) > tolerance
-
-
-def mean_between(rewards: Sequence[float], low: float = 0.0, high: float = 1.0) -> bool:
-    """Whether the group's mean reward lies strictly between two bounds (OpenRLHF's dynamic filtering)."""
-    known = [reward for reward in rewards if not math.isnan(reward)]
-    return bool(known) and low < math.fsum(known) / len(known) < high
-
-
-def keep_varied(groups: Sequence[Group], tolerance: float = 0.0) -> list[Group]:
-    """The groups whose rewards vary; the others would have advantage 0 throughout."""
-    return [group for group in groups if varied([row.reward for row in group], tolerance)]
+    return list(filter(varied, groups))

@@ -12,7 +12,7 @@ from mlxrl import config
 from mlxrl.config import Config
 from mlxrl.data import tasks
 from mlxrl.settings import LoRA, Sampling
-from mlxrl.types import Algorithm, Group, Task
+from mlxrl.types import Group, Task
 
 RENDERED = 1000
 """Rows that are put through the chat template before training, so that a bad one does not end it half way."""
@@ -149,20 +149,6 @@ def teacher(settings: Config, policy: Policy) -> Teacher | None:
     return teacher_of(policy, config.algorithm(settings), found, judge.hint, settings.data.thinking)
 
 
-def algorithm(settings: Config, policy: Policy) -> Algorithm:
-    """What is learned by: the algorithm and, where it is asked for, the prediction of what the environment answers.
-
-    The tokenizer's special tokens, with which a template sets an answer off, are not predicted.
-    """
-    from mlxrl.algo.echo import with_echo
-
-    built, echo = config.algorithm(settings), settings.echo
-    if not echo.weight:
-        return built
-    marks = policy.tokenizer.all_special_ids
-    return with_echo(built, echo.weight, steps=settings.steps if echo.taper else None, skip=marks)
-
-
 def steps(
     settings: Config, policy: Policy, rows: Sequence[Task], optimizer: optim.Optimizer, teacher: Teacher | None = None
 ) -> Iterator[Step]:
@@ -173,7 +159,7 @@ def steps(
     return train(
         policy,
         rows,
-        algorithm(settings, policy),
+        config.algorithm(settings),
         reward=config.rewards(settings),
         steps=settings.steps,
         tasks_per_step=rollout.tasks_per_step,
@@ -211,7 +197,8 @@ def outlined(settings: Config, training: Sequence[Task], heldout: Sequence[Task]
     """What a run is and does, as labelled lines for people."""
     rollout, train = settings.rollout, settings.train
     named = config.algorithm(settings)
-    arguments = ", ".join(f"{name}={value!r}" for name, value in named.arguments.items() if value is not None)
+    keys = config.resolved(settings)["algorithm"].items()
+    arguments = ", ".join(f"{key}={value!r}" for key, value in keys if key != "name")
     held = f"; held out {len(heldout):,} of {near(settings.data.evaluation)}" if settings.data.evaluation else ""
     rows = rollout.tasks_per_step * rollout.group_size
     return [
@@ -221,7 +208,6 @@ def outlined(settings: Config, training: Sequence[Task], heldout: Sequence[Task]
         ("reward", ", ".join(near(spec) for spec in settings.reward.functions) or "none"),
         ("algorithm", f"{named.name}({arguments})"),
         *([("teacher", _judge(settings))] if "teacher" in named.needs else []),
-        *([("echo", _echo(settings))] if settings.echo.weight else []),
         (
             "a step",
             f"{rollout.tasks_per_step} prompts x {rollout.group_size} completions = {rows} rows of at most "
@@ -237,11 +223,6 @@ def _judge(settings: Config) -> str:
     name = {None: "the model itself", "base": "the model without adapters"}.get(judge.id, near(judge.id or ""))
     adapter = f" with {near(judge.adapter)}" if judge.adapter else ""
     return f"{name}{adapter}{f', shown {judge.hint}' if judge.hint else ''}"
-
-
-def _echo(settings: Config) -> str:
-    taper = f", tapered over {settings.steps} steps" if settings.echo.taper else ""
-    return f"{settings.echo.weight:g} x the cross-entropy of what the environment answers{taper}"
 
 
 def _turns(settings: Config) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any, Protocol, Unpack, cast, get_args, get_origin, get_type_hints
 
 from mlxrl import plugins, settings, types
-from mlxrl.algo.probe import learns_alone, uses_rewards
-from mlxrl.algo.recipes import RECIPES
-from mlxrl.config.strict import ConfigError, Origin, convert
+from mlxrl.algo.table import build
+from mlxrl.config.strict import ConfigError, Origin
 from mlxrl.config.tables import Config, Environment, Evaluation, Reward, Rollout, Teacher
 from mlxrl.data import RESERVED, tasks
 from mlxrl.errors import UserError, did_you_mean
@@ -32,20 +30,12 @@ def check(config: Config, origin: Origin) -> None:
     _check_rewards(config, origin, list(columns.values()))
     _check_use_of_rewards(config, origin, built)
     _check_teacher(config, origin, built, columns.get(config.data.train))
-    _check_echo(config, origin)
+    _check_observations(config, origin, built)
 
 
-class Recipe(types.Algorithm, Protocol):
-    """A built recipe; arguments: every one of its settings, those not given included."""
-
-    @property
-    def arguments(self) -> Mapping[str, Any]: ...
-
-
-def algorithm(config: Config) -> Recipe:
-    """The algorithm that a config names, built with its arguments; ValueError where they are wrong."""
-    arguments = {name: _frozen(value) for name, value in config.algorithm.arguments.items()}
-    return cast(Recipe, RECIPES[config.algorithm.name](**arguments))
+def algorithm(config: Config) -> types.Algorithm:
+    """The algorithm that a config names, built with its arguments; UserError where they are wrong."""
+    return build({"name": config.algorithm.name, **config.algorithm.arguments})
 
 
 def rewards(config: Config) -> Rewards:
@@ -60,39 +50,25 @@ def environment(config: Config) -> Factory | None:
     return Copying(plugins.find(config.environment.factory), **config.environment.arguments)
 
 
-def _check_algorithm(config: Config, origin: Origin) -> Recipe:
-    name, arguments = config.algorithm.name, config.algorithm.arguments
-    if name not in RECIPES:
-        hint = did_you_mean(name, RECIPES) or f"; there are {', '.join(RECIPES)}"
-        raise origin.error("algorithm.name", f"unknown algorithm {name!r}{hint}")
-    hints = _hints(RECIPES[name])
-    for key in arguments.keys() & hints.keys():
-        convert(hints[key], arguments[key], origin, f"algorithm.{key}")
+def _check_algorithm(config: Config, origin: Origin) -> types.Algorithm:
     try:
         built = algorithm(config)
-    except (ValueError, TypeError) as error:
-        raise origin.error("algorithm", _line(error), f"algorithm.{_first_named(arguments, str(error))}") from None
-    alone = config.rollout.group_size == 1 and ("teacher" not in built.needs or arguments.get("reward"))
-    if alone and not learns_alone(built, config.rollout.tasks_per_step):
-        raise origin.error("rollout.group_size", f"1 cannot learn with {name}: its baseline needs at least 2 attempts")
+    except UserError as error:
+        table, given = error.parts[0], config.algorithm.arguments
+        keys = given if table == "algorithm" else given.get(table.removeprefix("algorithm."), {})
+        blamed = f"{table}.{_first_named(['name', *keys], str(error))}"
+        raise origin.error("", str(error), origin.given(blamed)) from None
+    size, tasks = config.rollout.group_size, config.rollout.tasks_per_step
+    compares = getattr(built, "compares", "nothing")
+    if {"group": size, "step": size * tasks}.get(compares, 2) < 2:
+        why = f"1 cannot learn with {built.name}, which compares a completion with the others of its {compares}"
+        raise origin.error("rollout.group_size", why)
     return built
 
 
 def _first_named(names: Iterable[str], message: str) -> str:
     places = {found.start(): name for name in names if (found := re.search(rf"\b{name}\b", message))}
     return places[min(places)] if places else ""
-
-
-def _hints(recipe: Callable[..., Any]) -> dict[str, Any]:
-    """The types of a recipe's arguments, those of `**arguments: Unpack[...]` included."""
-    hints: dict[str, Any] = {}
-    for name, hint in get_type_hints(recipe).items():
-        hints |= get_type_hints(get_args(hint)[0]) if get_origin(hint) is Unpack else {name: hint}
-    return hints
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def _check_rollout(config: Config, origin: Origin) -> None:
@@ -193,9 +169,9 @@ def _check_rewards(config: Config, origin: Origin, columns: list[list[str]]) -> 
         raise origin.error("reward", str(error).removeprefix("reward").lstrip(": ")) from None
 
 
-def _check_use_of_rewards(config: Config, origin: Origin, built: Recipe) -> None:
+def _check_use_of_rewards(config: Config, origin: Origin, built: types.Algorithm) -> None:
     reward, default = config.reward, Reward()
-    used = uses_rewards(built)
+    used = "reward" in built.needs
     made = environment(config)
     scored = bool(reward.functions) or earns(made)
     if not scored and (used or config.data.evaluation is not None):
@@ -216,13 +192,13 @@ def _check_use_of_rewards(config: Config, origin: Origin, built: Recipe) -> None
         )
 
 
-def _check_teacher(config: Config, origin: Origin, built: Recipe, columns: list[str] | None) -> None:
+def _check_teacher(config: Config, origin: Origin, built: types.Algorithm, columns: list[str] | None) -> None:
     teacher, given = config.teacher, config.teacher != Teacher()
     if given and "teacher" not in built.needs:
         raise origin.error("teacher", f"has no effect, because {built.name} does not learn from a teacher")
     if not given and "teacher" in built.needs:
         raise origin.error("algorithm.name", f"{built.name} needs a teacher; wanted a table [teacher] with id or hint")
-    if teacher.id == "base" and teacher.hint is None and not uses_rewards(built):
+    if teacher.id == "base" and teacher.hint is None and "reward" not in built.needs:
         raise origin.error(
             "teacher.id",
             "'base' is what training starts from, so nothing is learned; wanted a hint, or algorithm.reward",
@@ -236,13 +212,13 @@ def _check_teacher(config: Config, origin: Origin, built: Recipe, columns: list[
         raise origin.error("teacher.hint", f"no column {teacher.hint!r} in {config.data.train}{hint}")
 
 
-def _check_echo(config: Config, origin: Origin) -> None:
-    if config.echo.taper and not config.echo.weight:
-        raise origin.error("echo.taper", "has no effect without echo.weight")
-    if config.echo.weight and config.environment.factory is None:
-        raise origin.error("echo.weight", "has no effect without environment.factory: nothing is answered")
-    if config.echo.weight and config.environment.max_turns == 1:
-        raise origin.error("echo.weight", "has no effect with environment.max_turns = 1: no answer is read")
+def _check_observations(config: Config, origin: Origin, built: types.Algorithm) -> None:
+    if "observations" not in built.needs:
+        return
+    if config.environment.factory is None:
+        raise origin.error("algorithm.echo", "has no effect without environment.factory: nothing is answered")
+    if config.environment.max_turns == 1:
+        raise origin.error("algorithm.echo", "has no effect with environment.max_turns = 1: no answer is read")
 
 
 def _line(error: BaseException) -> str:

@@ -32,6 +32,10 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         values = _merged(values, assignment := _assignment(override))
         overridden |= _leaves(assignment)
     origin = Origin(str(path), frozenset(overridden))
+    if "echo" in values:
+        from mlxrl.algo.conventions import MOVED
+
+        raise origin.error("echo", f"is now {MOVED['echo']}", origin.given("echo"))
     filled = fill(Config, _gather_arguments(values), origin)
     from mlxrl.config.check import check  # knows the recipes, and so takes MLX and numpy: faults above answer without
 
@@ -108,9 +112,14 @@ def _located(config: Config, folder: Path, origin: Origin) -> Config:
     world = config.environment
     if world.factory is not None:
         world = replace(world, factory=_plugin(world.factory, folder, origin, "environment.factory"))
+    algorithm = config.algorithm
+    if ":" in algorithm.name:
+        algorithm = replace(algorithm, name=_plugin(algorithm.name, folder, origin, "algorithm.name"))
     model = replace(config.model, id=_model(config.model.id, folder, origin))
     reward, teacher = replace(config.reward, functions=functions), _teacher(config.teacher, folder, origin)
-    return replace(config, model=model, data=data, reward=reward, environment=world, teacher=teacher)
+    return replace(
+        config, model=model, data=data, reward=reward, environment=world, algorithm=algorithm, teacher=teacher
+    )
 
 
 def _teacher(teacher: Teacher, folder: Path, origin: Origin) -> Teacher:

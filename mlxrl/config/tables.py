@@ -137,21 +137,10 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """name: a recipe of `mlxrl.algo.recipes`. arguments: the table's other keys, which are the recipe's arguments."""
+    """name: a recipe of `mlxrl.algo.recipes`, or `file.py:make`. arguments: the other keys; see `algo.build`."""
 
     name: str = "grpo"
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """Predicting what an environment answers, beside the algorithm, as in `algo.with_echo`.
-
-    weight: of the loss; 0 is off. taper: the weight falls linearly to 0 over the run's steps.
-    """
-
-    weight: Annotated[float, Within(0)] = 0.0
-    taper: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +223,6 @@ class Config:
     environment: Environment = field(default_factory=Environment)
     algorithm: Algorithm = field(default_factory=Algorithm)
     teacher: Teacher = field(default_factory=Teacher)
-    echo: Echo = field(default_factory=Echo)
     train: Train = field(default_factory=Train)
     memory: Memory = field(default_factory=Memory)
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -16,13 +16,14 @@ def resolved(config: Config) -> dict[str, Any]:
 
     `read` makes the same run of it again.
     """
+    from mlxrl.algo.table import arguments_of
     from mlxrl.config.check import algorithm
 
     plain = _plain(config)
     # TOML has no None. What is None comes from the recipe or from a convention, so the two names bring it back.
-    named = {"name": config.algorithm.name, "convention": config.algorithm.arguments.get("convention")}
-    arguments = {name: value for name, value in algorithm(config).arguments.items() if not _holds_none(value)}
-    plain["algorithm"] = _plain({**named, **arguments})
+    given = {"name": config.algorithm.name, **config.algorithm.arguments}
+    named = {"name": given["name"], "convention": given.get("convention")}
+    plain["algorithm"] = given if ":" in given["name"] else _plain({**named, **arguments_of(algorithm(config))})
     if config.data.evaluation is None:
         del plain["evaluation"]
     if config.environment.factory is None:
@@ -30,8 +31,6 @@ def resolved(config: Config) -> dict[str, Any]:
     for table in ("teacher", "memory"):
         if not plain[table]:
             del plain[table]
-    if not config.echo.weight:
-        del plain["echo"]
     if not config.reward.overlong_buffer:
         del plain["reward"]["overlong_factor"]
     return plain
@@ -50,7 +49,7 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items() if item is not None and item != {}}
+        return {name: _plain(item) for name, item in value.items() if not _holds_none(item) and item != {}}
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxrl.algo.probe import comparison_of
+from mlxrl.algo.algorithm import comparison_of
 from mlxrl.policy.logprobs import divergence_from, logprobs
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.prefix import PrefixRun

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-from mlxrl.algo.echo import at_step
-from mlxrl.algo.probe import candidates_kept, uses_rewards
+from mlxrl.algo.algorithm import at_step, num_top
+from mlxrl.algo.echo import without_special_ids
 from mlxrl.data import cycle
 from mlxrl.policy.policy import Policy
 from mlxrl.rewards import Rewards, require_scores, rewards_of, score
@@ -139,6 +139,7 @@ def train(
     refuse_limits(train, environment, limits)
     _refuse(algo, [*rewards.functions, *([environment] if earns(environment) else [])], shape, max_draws)
     judge = teacher_of(policy, algo, teacher, hint, thinking)
+    algo = without_special_ids(algo, policy.tokenizer.all_special_ids)
     if environment is not None and judge is not None and judge.hint is not None:
         raise ValueError("train: hint: an environment says what is asked; leave the hint out")
     asking = Asking(policy, group_size, _keeping(sampling, algo), max_rows, thinking, rewards, environment, limits)
@@ -158,7 +159,7 @@ def train(
 
 def _refuse(algo: Algorithm, functions: Sequence[Any], shape: Shape | None, max_draws: int) -> None:
     """ValueError for rewards that would have no effect, or would be missing."""
-    if uses_rewards(algo):
+    if "reward" in algo.needs:
         if not functions:
             raise ValueError(f"train: reward: {algo.name} learns from rewards; wanted at least one function, got none")
         return
@@ -169,7 +170,7 @@ def _refuse(algo: Algorithm, functions: Sequence[Any], shape: Shape | None, max_
 
 def _keeping(sampling: Sampling, algo: Algorithm) -> Sampling:
     """The sampling that keeps as many candidates as the algorithm compares."""
-    return replace(sampling, num_top=max(sampling.num_top, candidates_kept(algo)))
+    return replace(sampling, num_top=max(sampling.num_top, num_top(algo)))
 
 
 @dataclass(frozen=True, slots=True)

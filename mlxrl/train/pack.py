@@ -9,8 +9,7 @@ from itertools import chain, count
 import mlx.core as mx
 import numpy as np
 
-from mlxrl.algo.echo import not_predicted
-from mlxrl.algo.probe import candidates_kept
+from mlxrl.algo.algorithm import not_predicted, num_top
 from mlxrl.train.rows import Row, first, rows_of, with_prompt
 from mlxrl.types import Algorithm, Batch, Group, MicroBatch, Totals
 
@@ -45,7 +44,7 @@ def pack(
             raise ValueError(f"pack: {name}: wanted at least 1, got {value}")
     advantages = algo.advantages(groups)
     speaks = bool(algo.needs & {"reference", "teacher", "entropy"})
-    numbers, kept, skip = count(), candidates_kept(algo), not_predicted(algo)
+    numbers, kept, skip = count(), num_top(algo), not_predicted(algo)
     rows = [
         [
             row

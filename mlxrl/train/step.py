@@ -12,7 +12,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from mlxrl.algo import finish
-from mlxrl.algo.probe import comparison_of
+from mlxrl.algo.algorithm import comparison_of
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import scoring, training

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxrl.algo import Recipe
+from mlxrl import algo
+from mlxrl.algo import Algorithm
 from mlxrl.types import Logprobs, MicroBatch, Totals
 
 Results = dict[str, Any]
@@ -87,7 +88,7 @@ class Case:
         tokens = mx.zeros(self.mask.shape, dtype=mx.int32)
         return MicroBatch(tokens[0, :0], tokens, self.mask, self.per_token(advantage), rollout, **given)
 
-    def run(self, recipe: Recipe, totals: Totals, advantage: Any = None, **changes: Any) -> Run:
+    def run(self, recipe: Algorithm, totals: Totals, advantage: Any = None, **changes: Any) -> Run:
         """Loss, gradient with respect to the new log-probs, and metrics of a recipe's loss on this case."""
         batch = replace(self.minibatch(self.out("advantages") if advantage is None else advantage), **changes)
 
@@ -108,6 +109,11 @@ class Run:
         if suffix:
             return {f"out_loss_{suffix}": self.loss, f"out_grad_{suffix}": self.gradient}
         return {"out_loss": self.loss, "out_grad_logp_new": self.gradient}
+
+
+def made(name: str, convention: str | None = None, **table: Any) -> Any:
+    """An algorithm by the keys of [algorithm]."""
+    return algo.build({"name": name, "convention": convention, **table})
 
 
 def gradient_of(function: Callable[[mx.array], mx.array], at: mx.array) -> tuple[mx.array, mx.array]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+from oracles import extra
 from oracles.case import Case, Results
 
-from mlxrl.algo import advantages, returns, shaping, steps
+from mlxrl.algo import advantages, shaping
 
 
 def uniform(case: Case) -> Results:
     rewards, ids = case.np("rewards"), case.ids
-    stds = advantages.group_spread(rewards, ids)
+    stds = extra.group_spread(rewards, ids)
 
     def relative(scale: Any, eps: float = 0.0) -> np.ndarray:
         return advantages.group_relative(rewards, ids, scale, eps)
@@ -23,8 +25,8 @@ def uniform(case: Case) -> Results:
         "out_verl_std": relative("group", 1e-6),
         "out_verl_nostd": relative("none"),
         "out_rloo_verl": leave_one_out,
-        "out_passk_verl": advantages.pass_at_k(rewards, ids, 1e-6),
-        "out_gpg_verl": advantages.gpg(rewards, ids),
+        "out_passk_verl": extra.pass_at_k(rewards, ids, 1e-6),
+        "out_gpg_verl": extra.gpg(rewards, ids),
         "out_opo_verl": optimal(case),
         "out_trl_group": relative("group", 1e-4),
         "out_trl_batch": relative("batch", 1e-4),
@@ -34,7 +36,7 @@ def uniform(case: Case) -> Results:
         "out_slime_std": relative("group", 1e-6),
         "out_tinker": relative("none"),
         "out_primerl_grpo": relative("none"),
-        "out_primerl_max_rl": advantages.max_rl(rewards, ids),
+        "out_primerl_max_rl": advantages.relative_to_mean(rewards, ids),
         "metric_frac_reward_zero_std": np.isclose(stds, 0).mean(),
         "metric_reward_std": advantages.spread(rewards.astype(np.float64)),
     }
@@ -43,17 +45,18 @@ def uniform(case: Case) -> Results:
 def optimal(case: Case) -> np.ndarray:
     """OPO's advantage where a row has a token; verl broadcasts over tokens, so a row without any shows 0."""
     lengths = case.np("mask").sum(axis=1)
-    return advantages.optimal_baseline(case.np("rewards"), case.ids, lengths) * (lengths > 0)
+    return extra.optimal_baseline(case.np("rewards"), case.ids, lengths) * (lengths > 0)
 
 
 def ragged(case: Case) -> Results:
     rewards, ids = case.np("rewards"), case.ids
+    scaled = extra.raw_singles(advantages.group_relative(rewards, ids, "group", 1e-6), rewards, ids, 1e-6)
     return {
-        "out_verl_std": advantages.group_relative(rewards, ids, "group", 1e-6, "raw"),
-        "out_verl_std_vectorized": advantages.group_relative(rewards, ids, "group", 1e-6, "raw"),
-        "out_verl_nostd": advantages.group_relative(rewards, ids, "none", single="raw"),
-        "out_rloo_verl": advantages.leave_one_out(rewards, ids, "raw"),
-        "out_rloo_verl_vectorized": advantages.leave_one_out(rewards, ids, "zero"),
+        "out_verl_std": scaled,
+        "out_verl_std_vectorized": scaled,
+        "out_verl_nostd": extra.raw_singles(advantages.group_relative(rewards, ids, "none"), rewards, ids),
+        "out_rloo_verl": extra.raw_singles(advantages.leave_one_out(rewards, ids), rewards, ids),
+        "out_rloo_verl_vectorized": advantages.leave_one_out(rewards, ids),
         "out_tinker": advantages.group_relative(rewards, ids, "none"),
     }
 
@@ -65,7 +68,7 @@ def length_penalty(case: Case) -> Results:
         (hyper["num_input_tokens_weight"], case.np("total_tokens") - out),
         (hyper["num_turns_weight"], case.np("turns")),
     ]
-    shaped = advantages.length_penalty(case.np("rewards"), case.ids, costs)
+    shaped = shaping.length_penalty(case.np("rewards"), case.ids, costs)
     return {"out_advantages": advantages.group_relative(shaped, case.ids, "none")}
 
 
@@ -85,19 +88,24 @@ def multi_reward(case: Case) -> Results:
         found[f"metric_rewards.r{n}.std"] = advantages.spread(column)
     found["metric_reward"] = scored.mean()
     found["metric_reward_std"] = advantages.spread(total)
-    found["metric_frac_reward_zero_std"] = np.isclose(advantages.group_spread(total, ids), 0).mean()
+    found["metric_frac_reward_zero_std"] = np.isclose(extra.group_spread(total, ids), 0).mean()
     return found
 
 
-def gigpo(case: Case, over: steps.Over) -> Results:
+def gigpo(case: Case, over: str) -> Results:
     hyper = case.hyper
     groups, owners = case.np("uid").tolist(), case.np("traj_uid").tolist()
-    summed = returns.step_returns(case.np("step_rewards"), owners, case.np("step"), hyper["gamma"])
+    summed = step_returns(case.np("step_rewards"), owners, case.np("step"), hyper["gamma"])
     found: Results = {"out_step_returns": summed}
     for name, scale in (("mean_norm", "none"), ("mean_std_norm", "group")):
-        options: Any = (scale, over, hyper["eps"])
-        episode = steps.episode_advantages(case.np("episode_rewards"), groups, owners, *options)
-        step = steps.step_advantages(summed, groups, case.np("anchor").tolist(), options[0], hyper["eps"])
+        relative = partial(advantages.group_relative, scale=scale, eps=hyper["eps"])
+        rewards = case.np("episode_rewards")
+        if over == "step":
+            eps = hyper["eps"] if scale == "group" else 0.0
+            episode = extra.raw_singles(relative(rewards, groups), rewards, groups, eps)
+        else:
+            episode = extra.episode_advantages(rewards, groups, owners, relative)
+        step = relative(summed, list(zip(groups, case.np("anchor").tolist(), strict=True)))
         total = episode + hyper["omega"] * step
         found[f"out_episode_adv_{name}"] = episode
         found[f"out_step_adv_{name}"] = step
@@ -105,10 +113,20 @@ def gigpo(case: Case, over: steps.Over) -> Results:
     return found
 
 
+def step_returns(rewards: np.ndarray, owners: list[Any], steps: np.ndarray, gamma: float) -> np.ndarray:
+    """[N] returns of each trajectory's steps, which stand in any order."""
+    out = np.zeros(len(rewards))
+    for own in advantages.members(owners):
+        inside = own[np.argsort(steps[own], kind="stable")]
+        out[inside] = advantages.discounted(rewards[inside].astype(np.float64).tolist(), gamma)
+    return out
+
+
 def similarity(case: Case) -> Results:
     groups = case.np("uid").tolist()
-    alike = steps.clusters(case.np("anchor_text").tolist(), groups, case.hyper["similarity_thresh"])
-    credit = steps.step_advantages(case.np("step_returns"), groups, alike)
+    alike = advantages.clusters(case.np("anchor_text").tolist(), groups, case.hyper["similarity_thresh"])
+    anchors = list(zip(groups, alike, strict=True))
+    credit = advantages.group_relative(case.np("step_returns"), anchors, "none")
     return {"out_cluster": np.array(alike), "out_step_adv_mean_norm": credit}
 
 
@@ -130,17 +148,17 @@ def overlong(entry: dict[str, Any]) -> dict[str, list[float]]:
     return {
         "verl_dapo": [r + shaping.overlong_penalty(n, *limit) for r, n, _ in rows],
         "openrlhf_overlong": [r + shaping.overlong_penalty(n, *limit, cap=limit[2]) for r, n, _ in rows],
-        "openrlhf_stop_properly_0_3": [shaping.truncated_reward(r, cut, 0.3) for r, _, cut in rows],
-        "openrlhf_stop_properly_neg": [shaping.truncated_reward(r, cut, -0.5) for r, _, cut in rows],
+        "openrlhf_stop_properly_0_3": [extra.truncated_reward(r, cut, 0.3) for r, _, cut in rows],
+        "openrlhf_stop_properly_neg": [extra.truncated_reward(r, cut, -0.5) for r, _, cut in rows],
     }
 
 
 def filters(rewards: list[float]) -> dict[str, bool]:
     return {
-        "slime_keep": shaping.varied(rewards, 1e-6),
-        "verl_drop": len(rewards) > 1 and not shaping.varied(rewards),
-        "openrlhf_keep": shaping.mean_between(rewards),
-        "tinker_keep": shaping.varied(rewards),
+        "slime_keep": extra.varied(rewards, 1e-6),
+        "verl_drop": len(rewards) > 1 and not extra.varied(rewards),
+        "openrlhf_keep": extra.mean_between(rewards),
+        "tinker_keep": extra.varied(rewards),
     }
 
 

@@ -5,15 +5,40 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from oracles.case import Case, Results, gradient_of
+from oracles import extra
+from oracles.case import Case, Results, gradient_of, made
 from oracles.policy import openrlhf, relative, slime_metrics
 
-from mlxrl import algo
-from mlxrl.algo import correction, kl, mismatch, ratio
+from mlxrl.algo import divergence, losses
+from mlxrl.algo.terms import Correction, OffPolicyMask, Veto, within
+from mlxrl.types import Logprobs
+
+LEVELS: dict[str, Any] = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence"}
+
+
+def weight_of(case: Case, level: str = "token", **bounds: Any) -> mx.array:
+    """Importance weight of a case at a level of `Correction`."""
+    return losses.importance(*pair(case), LEVELS[level], **bounds)
+
+
+def gap_of(case: Case) -> mx.array:
+    return losses.log_ratio(*pair(case))
+
+
+def factor(case: Case, term: Any, new: str = "logp_old", **changes: Any) -> mx.array:
+    """The factor of a term on a case."""
+    batch = replace(case.minibatch(np.zeros(len(case.mask))), old_logprobs=case["logp_old"], **changes)
+    return term.factor(Logprobs(case[new]), batch)
+
+
+def cut(weight: mx.array, bounds: Any) -> mx.array:
+    """w where low <= w <= high, else 0."""
+    return weight * within(weight, bounds)
 
 
 def pair(case: Case) -> tuple[mx.array, mx.array, mx.array]:
@@ -26,19 +51,19 @@ def pair(case: Case) -> tuple[mx.array, mx.array, mx.array]:
 def verl(case: Case) -> Results:
     found: Results = {}
     for level in ("token", "sequence"):
-        weight = correction.importance(*pair(case), level) * case.mask
+        weight = weight_of(case, level) * case.mask
         kept = {"tis2": (None, 2.0), "icepop": (0.5, 5.0)}
         for name, bounds in kept.items():
-            used = correction.truncated(weight, bounds) if name == "tis2" else correction.cut(weight, bounds)
+            used = losses.clamp(weight, bounds) if name == "tis2" else cut(weight, bounds)
             found[f"out_w_{level}_{name}"] = used
             found |= weight_metrics(case, level, name, weight, used, bounds)
-        cut = correction.truncated(weight, kept["tis2"])
-        found[f"out_w_{level}_tis2_norm"] = correction.batch_normalised(cut, case.mask, level == "sequence")
+        held = losses.clamp(weight, kept["tis2"])
+        found[f"out_w_{level}_tis2_norm"] = extra.batch_normalised(held, case.mask, level == "sequence")
     for name in [name for name in case.goldens if name.startswith("out_mask_")]:
         rule = name.removeprefix("out_mask_")
         keep = rejection(case, rule)
         found[name] = keep * case.mask
-        found[f"metric_{rule.split('@')[0]}.masked_fraction"] = mismatch.mean(1 - keep * case.mask, case.mask)
+        found[f"metric_{rule.split('@')[0]}.masked_fraction"] = extra.mean(1 - keep * case.mask, case.mask)
     return found | offpolicy(case)
 
 
@@ -48,31 +73,31 @@ def rejection(case: Case, rule: str) -> mx.array:
     over, estimator = name.rsplit("_", 1)
     values = [float(limit) for limit in limits.split("_")]
     bounds = (math.log(values[0]), math.log(values[1])) if estimator == "k1" else (None, values[0])
-    keep = correction.rejection(*pair(case), estimator, over.removeprefix("seq_"), bounds)
+    keep = extra.rejection(*pair(case), estimator, over.removeprefix("seq_"), bounds)
     return mx.broadcast_to(keep, case.mask.shape)
 
 
 def weight_metrics(case: Case, level: str, name: str, weight: mx.array, used: mx.array, bounds: Any) -> Results:
     """verl's summary of the weights used, with the shares of what lay outside; its lower bound is 1/high if none."""
     low, high = bounds[0] or 1 / bounds[1], bounds[1]
-    token, row = mismatch.weight_summary(used, case.mask), mismatch.row_summary(used, case.mask)
-    below, above = mismatch.fractions(weight, case.mask, low, high)
+    token, row = extra.weight_summary(used, case.mask), extra.row_summary(used, case.mask)
+    below, above = extra.fractions(weight, case.mask, low, high)
     if level == "sequence":  # extremes and shares are over rows, before the cut, an empty row having weight 1
-        rows = correction.importance(*pair(case), "sequence")
+        rows = weight_of(case, "sequence")
         token |= {"max": rows.max(), "min": rows.min()}
-        below, above = mismatch.fractions(rows, mx.ones_like(rows), low, high)
-    means = mismatch.row_means(weight, case.mask)
-    row_below, row_above = mismatch.fractions(means, mx.ones_like(means), low, high)
+        below, above = extra.fractions(rows, mx.ones_like(rows), low, high)
+    means = extra.row_means(weight, case.mask)[:, None]
+    row_below, row_above = extra.fractions(means, mx.ones_like(means), low, high)
     parts = {"eff_sample_size": token.pop("ess"), "ratio_fraction_low": below, "ratio_fraction_high": above}
     parts |= token | {f"seq_{key}": value for key, value in row.items()}
     parts |= {"seq_fraction_low": row_below, "seq_fraction_high": row_above}
     if name == "icepop":
-        parts["oob_ratio"] = mismatch.mean(1 - correction.within(weight, bounds), case.mask)
+        parts["oob_ratio"] = extra.mean(1 - within(weight, bounds), case.mask)
     return {f"metric_{level}_{name}.rollout_is_{key}": value for key, value in parts.items()}
 
 
 def offpolicy(case: Case) -> Results:
-    parts = mismatch.perplexity_summary(*pair(case)) | mismatch.divergence_summary(*pair(case))
+    parts = extra.perplexity_summary(*pair(case)) | extra.divergence_summary(*pair(case))
     return {f"metric_offpolicy.{key}": value for key, value in parts.items()}
 
 
@@ -85,9 +110,9 @@ def trl(case: Case) -> Results:
     for name in [name for name in case.goldens if name.startswith("out_ratio_")]:
         level, mode, low = name.removeprefix("out_ratio_").split("_")
         low = None if low == "minNone" else float(low.removeprefix("min"))
-        weight = correction.importance(*pair(case), level, safe=None)
-        cut = correction.truncated if mode == "truncate" else correction.cut
-        found[name] = cut(weight, (low, high))
+        weight = weight_of(case, level, bounds=None)
+        limit = losses.clamp if mode == "truncate" else cut
+        found[name] = limit(weight, (low, high))
         if low is None:
             found |= trl_metrics(case, f"{level}_{mode}", found[name])
     return found
@@ -95,14 +120,14 @@ def trl(case: Case) -> Results:
 
 def trl_metrics(case: Case, name: str, weight: mx.array) -> Results:
     """Differences over tokens; weights over tokens, or over rows where a row has one."""
-    gap = mx.abs(correction.log_gap(*pair(case)))
+    gap = mx.abs(gap_of(case))
     mask = case.mask if weight.shape == case.mask.shape else mx.ones_like(weight)
-    smallest, largest = mismatch.extremes(weight, mask)
+    smallest, largest = extra.extremes(weight, mask)
     return {
-        f"metric_{name}.sampling_logp_difference.mean": mismatch.mean(gap, case.mask),
-        f"metric_{name}.sampling_logp_difference.max": mismatch.extremes(gap, case.mask)[1],
+        f"metric_{name}.sampling_logp_difference.mean": extra.mean(gap, case.mask),
+        f"metric_{name}.sampling_logp_difference.max": extra.extremes(gap, case.mask)[1],
         f"metric_{name}.importance_sampling_ratio.min": smallest,
-        f"metric_{name}.importance_sampling_ratio.mean": mismatch.mean(weight, mask),
+        f"metric_{name}.importance_sampling_ratio.mean": extra.mean(weight, mask),
         f"metric_{name}.importance_sampling_ratio.max": largest,
     }
 
@@ -113,20 +138,23 @@ def trl_metrics(case: Case, name: str, weight: mx.array) -> Results:
 def corrected_openrlhf(case: Case) -> Results:
     low, high = case.hyper["threshold"]
     clip = (case.hyper["eps_clip"], case.hyper["eps_clip"])
-    plain = {"convention": "openrlhf", "clip": clip, "reduction": "token_mean"}
+
+    def corrected(**correction: Any) -> Any:
+        return made("grpo", "openrlhf", clip=clip, reduction="token_mean", correction=correction)
+
     recipes = {
-        "tis": algo.grpo(**plain, correction="truncate", correction_bounds=(low, high)),
-        "icepop": algo.grpo(**plain, correction="mask", correction_bounds=(low, high)),
-        "seq-mask-tis": algo.grpo(**plain, correction="truncate", correction_bounds=(0.0, None)),
+        "tis": corrected(bounds=(low, high)),
+        "icepop": corrected(mode="mask", bounds=(low, high)),
+        "seq-mask-tis": corrected(bounds=(0.0, None)),
     }
     found: Results = {"out_advantages": openrlhf(case)["out_advantages"]}
     for mode in [name.removeprefix("out_loss_") for name in case.goldens if name.startswith("out_loss_")]:
         keep = mx.ones_like(case.mask)
         if mode == "seq-mask-tis":  # the token's own weight, on rows whose mean lies within
-            keep = keep * correction.within(correction.importance(*pair(case), "geometric"), (low, high))
+            keep = keep * within(weight_of(case, "geometric"), (low, high))
         advantage = case.per_token(case.out("advantages")) * keep
         found |= case.run(recipes[mode], case.totals(), np.array(advantage)).results(mode)
-        found[f"metric_{mode}.vllm_kl"] = mismatch.mean(-correction.log_gap(*pair(case)), case.mask)
+        found[f"metric_{mode}.vllm_kl"] = extra.mean(-gap_of(case), case.mask)
     return found
 
 
@@ -135,14 +163,14 @@ def corrected_slime(case: Case) -> Results:
     clip = (hyper["eps_clip"], hyper["eps_clip"])
     credit = relative(case, "group", 1e-6, "zero")
     found: Results = {"out_advantages": np.broadcast_to(credit[:, None], case.np("mask").shape)}
-    whole = correction.importance(*pair(case), safe=None)
+    whole = weight_of(case, bounds=None)
     for mode, kind in (("tis", "truncate"), ("icepop", "mask")):
-        options = {"correction": kind, "correction_bounds": tuple(hyper[mode])}
-        run = case.run(algo.grpo(convention="slime", clip=clip, **options), case.totals())
+        options = {"mode": kind, "bounds": tuple(hyper[mode])}
+        run = case.run(made("grpo", "slime", clip=clip, correction=options), case.totals())
         found |= run.results(mode)
-        weight = correction.weights(*pair(case), kind, "token", tuple(hyper[mode]))
+        weight = factor(case, Correction(**options))
         terms = {
-            "ois": mx.exp(ratio.token(case["logp_new"], case["logp_old"], case.mask)),
+            "ois": mx.exp(losses.log_ratio(case["logp_new"], case["logp_old"], case.mask)),
             "tis": whole,
             "tis_clipfrac": (weight != whole).astype(mx.float32),
             "tis_abs": mx.abs(whole - 1),
@@ -159,36 +187,36 @@ def mis(case: Case) -> Results:
     found: Results = {}
     for name in [name for name in case.goldens if name.startswith("out_w_")]:
         level, mode, rejecting = name.removeprefix("out_w_").split("_")
-        weight = correction.importance(*pair(case), level)
+        weight = weight_of(case, level)
         keep = mx.ones_like(case.mask)
         if mode == "mask":
-            keep = keep * correction.within(weight, (low, high))
+            keep = keep * within(weight, (low, high))
         else:
-            weight = correction.truncated(weight, (0.0 if mode == "truncate" else low, high))
+            weight = losses.clamp(weight, (0.0 if mode == "truncate" else low, high))
         if rejecting == "rs1":
             other = "geometric" if level == "sequence" else "sequence"
-            keep = keep * correction.within(correction.importance(*pair(case), other), (low, high))
-            keep = keep * correction.veto(*pair(case), veto)
+            keep = keep * within(weight_of(case, other), (low, high))
+            keep = keep * factor(case, Veto(threshold=veto))
         found[name] = weight * case.mask
         found[name.replace("out_w_", "out_mask_", 1)] = keep * case.mask
     return found
 
 
 def opsm(case: Case) -> Results:
-    delta, new = case.hyper["delta"], case["logp_new"]
-    credit = case["advantages"][:, None]
+    term, credit = OffPolicyMask(delta=0.0), case["advantages"][:, None]
+    object.__setattr__(term, "delta", case.hyper["delta"])  # below 0, which it cannot be in a run
     tokens = mx.broadcast_to(credit, case.mask.shape)
-    keep = correction.off_policy_mask(new, case["logp_old"], tokens, case.mask, delta)
+    keep = factor(case, term, "logp_new", advantages=tokens, sampler_logprobs=case["logp_old"])
     # slime divides the padded width of a dropped row by the row's tokens.
-    dropped = ((1 - keep).sum(axis=-1, keepdims=True) / ratio.lengths(case.mask)).sum()
+    dropped = ((1 - keep).sum(axis=-1, keepdims=True) / losses.lengths(case.mask)).sum()
     return {
-        "out_keep_trl": correction.off_policy_mask(new, case["logp_rollout"], credit, case.mask, delta),
+        "out_keep_trl": factor(case, term, "logp_new", advantages=credit),
         "out_keep_slime": keep,
         "metric_slime_clipfrac_sum": dropped,
     }
 
 
-# KL estimators: name of the case -> arguments of `kl.divergence`
+# KL estimators: name of the case -> arguments of `divergence.estimate`
 
 SAFE, TEN = (-20.0, 20.0), (-10.0, 10.0)
 ESTIMATES: dict[str, dict[str, Any]] = {
@@ -221,7 +249,7 @@ def estimators(case: Case) -> Results:
 
         def values(new: mx.array, options: Any = options, weighted: bool = weighted) -> mx.array:
             weight = mx.exp(new - case["logp_old"]) if weighted else None
-            return kl.divergence(new, case["logp_ref"], everywhere, weight=weight, **options)
+            return divergence.estimate(new, case["logp_ref"], everywhere, weight=weight, **options)
 
         found[name] = values(case["logp_new"])
         found[f"out_grad_{key}"] = gradient_of(lambda new, f=values: f(new).sum(), case["logp_new"])[1]

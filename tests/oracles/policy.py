@@ -7,10 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from oracles.case import Case, Results, gradient_of
+from oracles import extra
+from oracles.case import Case, Results, gradient_of, made
 
-from mlxrl import algo
-from mlxrl.algo import advantages, losses, mismatch, ratio, reduce, returns
+from mlxrl.algo import advantages, divergence, losses, reduce
+from mlxrl.algo.credit import Whiten
 from mlxrl.types import Totals
 
 Runner = Callable[[Case], Results]
@@ -23,11 +24,13 @@ def spread(case: Case, values: np.ndarray) -> np.ndarray:
 
 def to_last(case: Case, values: np.ndarray) -> np.ndarray:
     """[B] rewards at the last sampled token, summed from there to the left (OpenRLHF), [B, T]."""
-    return returns.returns(returns.at_last_token(values, case.np("mask")), case.np("mask"))
+    return extra.returns(extra.at_last_token(values, case.np("mask")), case.np("mask"))
 
 
 def relative(case: Case, scale: Any = "group", eps: float = 1e-6, single: Any = "raw") -> np.ndarray:
-    return advantages.group_relative(case.np("rewards"), case.ids, scale, eps, single)
+    rewards, ids = case.np("rewards"), case.ids
+    found = advantages.group_relative(rewards, ids, scale, eps)
+    return extra.raw_singles(found, rewards, ids, eps if scale == "group" else 0.0) if single == "raw" else found
 
 
 # What each library reports, from the parts that make it.
@@ -35,7 +38,7 @@ def relative(case: Case, scale: Any = "group", eps: float = 1e-6, single: Any = 
 
 def flags(case: Case, low: float | None, high: float | None, level: str = "token", delta: float | None = None) -> Any:
     """Ratio and clip flags, [B, T], at golden advantages."""
-    x = ratio.LEVELS[level](case["logp_new"], case["logp_old"], case.mask)
+    x = losses.LEVELS[level](case["logp_new"], case["logp_old"], case.mask)
     r = mx.broadcast_to(mx.exp(x), case.mask.shape)
     r = r if delta is None else mx.minimum(r, delta)
     below, above = losses.outside(r, case.per_token(case.out("advantages")), low, high)
@@ -43,7 +46,7 @@ def flags(case: Case, low: float | None, high: float | None, level: str = "token
 
 
 def drift(case: Case) -> mx.array:
-    return -ratio.token(case["logp_new"], case["logp_old"], case.mask)
+    return -losses.log_ratio(case["logp_new"], case["logp_old"], case.mask)
 
 
 def verl_metrics(case: Case, metrics: dict[str, mx.array], dual: float | None = None, level: str = "token") -> Results:
@@ -53,7 +56,7 @@ def verl_metrics(case: Case, metrics: dict[str, mx.array], dual: float | None = 
         found["metric_pg_clipfrac"] = metrics["policy/clip_low"] + metrics["policy/clip_high"]
         r, _, _ = flags(case, None, None, level)
         held = (r > dual) & (case.per_token(case.out("advantages")) < 0) if dual else mx.zeros_like(r)
-        found["metric_pg_clipfrac_lower"] = mismatch.mean(held.astype(mx.float32), case.mask)
+        found["metric_pg_clipfrac_lower"] = extra.mean(held.astype(mx.float32), case.mask)
     return found
 
 
@@ -72,13 +75,13 @@ def trl_metrics(
     delta: float | None = None,
 ) -> Results:
     """Entropy and clip fractions over tokens, and over rows their extremes."""
-    found: Results = {"metric_entropy": mismatch.mean(case["entropy"], case.mask)}
+    found: Results = {"metric_entropy": extra.mean(case["entropy"], case.mask)}
     if low is None and high is None:
         return found
     _, below, above = flags(case, low, high, level, delta)
     by_row = level.startswith("sequence") and level != "sequence_token"
-    over = (lambda x: x[:, 0].mean()) if by_row else (lambda x: mismatch.mean(x, case.mask))
-    rows = (lambda x: x[:, 0]) if by_row else (lambda x: mismatch.row_means(x, case.mask))
+    over = (lambda x: x[:, 0].mean()) if by_row else (lambda x: extra.mean(x, case.mask))
+    rows = (lambda x: x[:, 0]) if by_row else (lambda x: extra.row_means(x, case.mask))
     return found | {
         "metric_clip_ratio.low_mean": over(below),
         "metric_clip_ratio.high_mean": over(above),
@@ -95,7 +98,7 @@ def slime_metrics(case: Case, low: float | None, high: float | None, level: str 
     if case.hyper.get("calculate_per_token_loss"):
         over, totals = reduce.token_mean, case.totals(tokens=at_least_one_each(case))
     _, below, above = flags(case, low, high, level)
-    x = ratio.LEVELS[level](case["logp_new"], case["logp_old"], case.mask)
+    x = losses.LEVELS[level](case["logp_new"], case["logp_old"], case.mask)
     gap = mx.abs(case["logp_old"] - case["logp_rollout"])
     parts = {
         "entropy_loss": case["entropy"],
@@ -114,7 +117,7 @@ def at_least_one_each(case: Case) -> int:
 
 def reward_metrics(case: Case) -> Results:
     """Mean and spread of the rewards over the batch, and the share of rows in groups that are all equal (TRL)."""
-    stds = advantages.group_spread(case.np("rewards"), case.ids)
+    stds = extra.group_spread(case.np("rewards"), case.ids)
     return {
         "metric_frac_reward_zero_std": np.isclose(stds, 0).mean(),
         "metric_reward": case.np("rewards").astype(np.float64).mean(),
@@ -137,7 +140,7 @@ def verl_clip(hyper: dict[str, Any]) -> tuple[float, float]:
 VERL_REDUCTIONS: dict[str, dict[str, Any]] = {
     "token-mean": {"reduction": "token_mean"},
     "seq-mean-token-mean": {"reduction": "sequence_mean"},
-    "seq-mean-token-sum": {"reduction": "constant", "length": 1},
+    "seq-mean-token-sum": {"reduction": 1},
     "seq-mean-token-sum-norm": {"reduction": "constant"},
 }
 
@@ -149,50 +152,51 @@ def verl_arguments(case: Case) -> dict[str, Any]:
     if "clip_ratio_c" in hyper:
         arguments["dual_clip"] = hyper["clip_ratio_c"]
     if hyper.get("loss_agg_mode") == "seq-mean-token-sum-norm":
-        arguments["length"] = hyper.get("loss_scale_factor") or case.mask.shape[1]
+        arguments["reduction"] = hyper.get("loss_scale_factor") or case.mask.shape[1]
     if "kl_loss_coef" in hyper:
-        arguments["kl"] = hyper["kl_loss_coef"]
+        arguments["kl"] = {"coefficient": hyper["kl_loss_coef"]}
     return arguments
 
 
 def verl_grpo(case: Case) -> Results:
     scale = "group" if case.hyper.get("norm_by_std", True) else "none"
     arguments = verl_arguments(case)
-    run = case.run(algo.grpo(**arguments), case.totals(filled=True))
+    run = case.run(made("grpo", **arguments), case.totals(filled=True))
     found = run.results() | verl_metrics(case, run.metrics, arguments.get("dual_clip"))
     found["out_advantages"] = spread(case, relative(case, scale, case.hyper.get("adv_eps", 1e-6)))
     if "kl_loss_coef" in case.hyper:
         x = (case["logp_new"], case["logp_ref"], case.mask)
-        found["metric_kl_loss"] = mismatch.mean(algo.kl.divergence(*x, value_clamp=(-10, 10)), case.mask)
+        found["metric_kl_loss"] = extra.mean(divergence.estimate(*x, value_clamp=(-10, 10)), case.mask)
     return found
 
 
 def verl_gspo(case: Case) -> Results:
-    run = case.run(algo.gspo(convention="verl", clip=verl_clip(case.hyper)), case.totals(filled=True))
+    run = case.run(made("gspo", "verl", clip=verl_clip(case.hyper)), case.totals(filled=True))
     found = run.results() | verl_metrics(case, run.metrics, None, "sequence")
     return found | {"out_advantages": spread(case, relative(case, "group", case.hyper["adv_eps"]))}
 
 
 def verl_cispo(case: Case) -> Results:
     arguments = {"convention": "verl", "clip": verl_clip(case.hyper)}
-    run = case.run(algo.cispo(**arguments), case.totals())
+    run = case.run(made("cispo", **arguments), case.totals())
     found = run.results() | verl_metrics(case, run.metrics)
     return found | {"out_advantages": spread(case, relative(case, "group", case.hyper["adv_eps"]))}
 
 
 def verl_rloo(case: Case) -> Results:
     arguments = verl_arguments(case)
-    run = case.run(algo.rloo(**arguments), case.totals())
+    run = case.run(made("rloo", **arguments), case.totals())
     rewards = case.np("rewards")
+    credit = advantages.leave_one_out(rewards, case.ids)
     return {
         **run.results(),
         **verl_metrics(case, run.metrics, arguments["dual_clip"]),
-        "out_advantages": spread(case, advantages.leave_one_out(rewards, case.ids, "raw")),
-        "out_advantages_vectorized": spread(case, advantages.leave_one_out(rewards, case.ids, "zero")),
+        "out_advantages": spread(case, extra.raw_singles(credit, rewards, case.ids)),
+        "out_advantages_vectorized": spread(case, credit),
     }
 
 
-def openrlhf(case: Case, recipe: Callable[..., Any] = algo.grpo, scale: Any = "group", **arguments: Any) -> Results:
+def openrlhf(case: Case, recipe: str = "grpo", scale: Any = "group", **arguments: Any) -> Results:
     """Clip bounds and dual clip from the case; a reward on the last token, summed to the left."""
     hyper = case.hyper
     clip = (
@@ -203,20 +207,20 @@ def openrlhf(case: Case, recipe: Callable[..., Any] = algo.grpo, scale: Any = "g
         arguments["dual_clip"] = hyper["dual_clip"]
     if hyper.get("token_level") is False:
         arguments["reduction"] = "sequence_mean"
-    run = case.run(recipe(convention="openrlhf", clip=clip, **arguments), case.totals(filled=True))
+    run = case.run(made(recipe, "openrlhf", clip=clip, **arguments), case.totals(filled=True))
     found = run.results() | openrlhf_metrics(case, run.metrics)
     found["out_advantages"] = to_last(case, relative(case, scale, hyper.get("adv_eps", 0), "zero"))
     if "out_group_reward_std" in case.arrays:
-        found["out_group_reward_std"] = advantages.group_spread(case.np("rewards"), case.ids)
+        found["out_group_reward_std"] = extra.group_spread(case.np("rewards"), case.ids)
     return found
 
 
-TRL_RECIPES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "grpo": (algo.grpo, {}),
-    "bnpo": (algo.grpo, {"reduction": "token_mean"}),
-    "dr_grpo": (algo.dr_grpo, {}),
-    "dapo": (algo.dapo, {}),
-    "luspo": (algo.luspo, {}),
+TRL_RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {}),
+    "bnpo": ("grpo", {"reduction": "token_mean"}),
+    "dr_grpo": ("dr_grpo", {}),
+    "dapo": ("dapo", {}),
+    "luspo": ("luspo", {}),
 }
 
 
@@ -227,9 +231,10 @@ def trl(case: Case) -> Results:
     level = hyper.get("importance_sampling_level", "token")
     low, high = hyper["epsilon"], hyper.get("epsilon_high", hyper["epsilon"])
     arguments = {**arguments, "convention": "trl", "clip": (low, high), "ratio": level}
-    arguments |= {key: hyper[name] for key, name in (("delta", "delta"), ("kl", "beta")) if hyper.get(name)}
+    arguments |= {"delta": hyper["delta"]} if hyper.get("delta") else {}
+    arguments |= {"kl": {"coefficient": hyper["beta"]}} if hyper.get("beta") else {}
     totals = case.totals(tokens=hyper.get("num_items"), max_tokens=hyper.get("max_completion_length", 1))
-    run = case.run(recipe(**arguments), totals)
+    run = case.run(made(recipe, **arguments), totals)
     found = run.results() | trl_metrics(case, low, high, level, hyper.get("delta"))
     if "token_advantages" in case:
         found["out_advantages"] = case.np("token_advantages")
@@ -244,12 +249,12 @@ def trl(case: Case) -> Results:
 
 def trl_cispo(case: Case) -> Results:
     cap = case.hyper["epsilon_high"]
-    run = case.run(algo.cispo(convention="trl", clip=(None, cap - 1)), case.totals(tokens=case.hyper["num_items"]))
+    run = case.run(made("cispo", "trl", clip=(None, cap - 1)), case.totals(tokens=case.hyper["num_items"]))
     _, _, above = flags(case, None, cap - 1)
     return {
         **run.results(),
         **trl_metrics(case),
-        "metric_cispo_clip_ratio": mismatch.mean(above, case.mask),
+        "metric_cispo_clip_ratio": extra.mean(above, case.mask),
         "out_advantages": relative(case, "group", case.hyper["adv_eps"], "zero"),
     }
 
@@ -264,7 +269,7 @@ def trl_rloo(case: Case) -> Results:
     if hyper["normalize_advantages"]:
         credit = advantages.group_relative(credit, [0] * len(credit), "group", 1e-4)
     clip = (hyper["epsilon"], hyper["epsilon_high"])
-    run = case.run(algo.rloo(convention="trl", clip=clip), case.totals())
+    run = case.run(made("rloo", "trl", clip=clip), case.totals())
     # A row without a token has ratio 1 there, so its loss is -A, without a gradient.
     empty = -case.out("advantages")[mask.sum(axis=1) == 0].sum() / len(mask)
     return {
@@ -273,29 +278,29 @@ def trl_rloo(case: Case) -> Results:
         "out_advantages": credit,
         "out_old_logps": (case.np("logp_old") * mask).sum(axis=1),
         "metric_kl": (gap * mask).sum() / max(mask.sum(), 1),
-        "metric_frac_reward_zero_std": np.isclose(advantages.group_spread(charged, case.ids), 0).mean(),
+        "metric_frac_reward_zero_std": np.isclose(extra.group_spread(charged, case.ids), 0).mean(),
         **trl_metrics(case, *clip, "sequence_sum"),
     }
 
 
-def slime(case: Case, recipe: Callable[..., Any] = algo.grpo, level: str = "token") -> Results:
+def slime(case: Case, recipe: str = "grpo", level: str = "token") -> Results:
     hyper = case.hyper
     clip = (hyper["eps_clip"], hyper.get("eps_clip_high", hyper["eps_clip"]))
-    arguments: dict[str, Any] = {"convention": "slime", "clip": clip}
+    arguments: dict[str, Any] = {"clip": clip}
     totals = case.totals()
     if hyper.get("eps_clip_c"):
         arguments["dual_clip"] = hyper["eps_clip_c"]
     if hyper.get("kl_loss_coef"):
-        arguments["kl"] = hyper["kl_loss_coef"]
+        arguments["kl"] = {"coefficient": hyper["kl_loss_coef"]}
     if hyper.get("calculate_per_token_loss"):
         arguments["reduction"] = "token_mean"
         totals = case.totals(tokens=at_least_one_each(case))
-    run = case.run(recipe(**arguments), totals)
+    run = case.run(made(recipe, "slime", **arguments), totals)
     found = run.results()
     terms: dict[str, Any] = {}
     if hyper.get("kl_loss_coef"):
         x = (case["logp_new"], case["logp_ref"], case.mask)
-        terms["kl_loss"] = algo.kl.divergence(*x, log_ratio_clamp=None, value_clamp=(-10, 10))
+        terms["kl_loss"] = divergence.estimate(*x, log_ratio_clamp=None, value_clamp=(-10, 10))
     found |= slime_metrics(case, *clip, level, **terms)
     found["metric_pg_loss"] = run.loss - hyper.get("kl_loss_coef", 0) * found.get("metric_kl_loss", 0)
     credit = relative(case, "group", hyper.get("adv_eps", 1e-6), "zero")
@@ -303,7 +308,7 @@ def slime(case: Case, recipe: Callable[..., Any] = algo.grpo, level: str = "toke
 
 
 def slime_cispo(case: Case) -> Results:
-    found = slime(case, algo.cispo)
+    found = slime(case, "cispo")
     low, high = case.hyper["eps_clip"], case.hyper["eps_clip_high"]
     r, _, _ = flags(case, None, None)
     held = (r < 1 - low) | (r > 1 + high)
@@ -320,63 +325,63 @@ def reinforce_pp(case: Case, whitening: dict[str, Any], centre: bool = False, sk
     rewards = relative(case, "none", single="raw") if centre else case.np("rewards")
     if "reward_clip_range" in hyper:
         rewards = np.clip(rewards, *hyper["reward_clip_range"])
-    token_rewards = returns.at_last_token(rewards, mask)
+    token_rewards = extra.at_last_token(rewards, mask)
     if "kl_coef" in hyper:
         gap = case.np("logp_old").astype(np.float64) - case.np("logp_ref")
         token_rewards = token_rewards - hyper["kl_coef"] * gap * mask
-    summed = returns.returns(token_rewards, mask, hyper.get("gamma", 1.0), skip)
-    return {"out_advantages": returns.whiten(summed, mask, **whitening), "out_returns": summed}
+    summed = extra.returns(token_rewards, mask, hyper.get("gamma", 1.0), skip)
+    return {"out_advantages": Whiten(**whitening)(summed, mask), "out_returns": summed}
 
 
 def verl_reinforce_pp(case: Case) -> Results:
     found = reinforce_pp(case, {"ddof": 1, "eps": 1e-8}, skip=True)
     masked = {name: values * case.np("mask") for name, values in found.items()}
-    return masked | verl_ppo(case, algo.reinforce_pp)
+    return masked | verl_ppo(case, "reinforce_pp")
 
 
 def verl_reinforce_pp_baseline(case: Case) -> Results:
     centred = relative(case, "none")[:, None] * np.ones(case.np("mask").shape)
-    whitened = returns.whiten(centred, case.np("mask"), ddof=1, eps=1e-8) * case.np("mask")
-    return {"out_advantages": whitened, **verl_ppo(case, algo.reinforce_pp_baseline)}
+    whitened = Whiten()(centred, case.np("mask")) * case.np("mask")
+    return {"out_advantages": whitened, **verl_ppo(case, "reinforce_pp_baseline")}
 
 
-def verl_ppo(case: Case, recipe: Callable[..., Any]) -> Results:
+def verl_ppo(case: Case, recipe: str) -> Results:
     arguments = verl_arguments(case)
-    run = case.run(recipe(**arguments), case.totals())
+    run = case.run(made(recipe, **arguments), case.totals())
     return run.results() | verl_metrics(case, run.metrics, arguments["dual_clip"])
 
 
-def openrlhf_ppo(case: Case, recipe: Callable[..., Any]) -> Results:
+def openrlhf_ppo(case: Case, recipe: str) -> Results:
     clip = (case.hyper["eps_clip"], case.hyper["eps_clip"])
-    run = case.run(recipe(convention="openrlhf", clip=clip), case.totals())
+    run = case.run(made(recipe, "openrlhf", clip=clip), case.totals())
     return run.results() | openrlhf_metrics(case, run.metrics)
 
 
 def openrlhf_reinforce_pp(case: Case, centre: bool = False) -> Results:
     found = reinforce_pp(case, {"ddof": 0, "eps": 0.0, "floor": 1e-8}, centre)
-    return found | openrlhf_ppo(case, algo.reinforce_pp)
+    return found | openrlhf_ppo(case, "reinforce_pp")
 
 
 def openrlhf_rloo(case: Case) -> Results:
     hyper, mask = case.hyper, case.np("mask")
     credit = np.clip(advantages.leave_one_out(case.np("rewards"), case.ids), *hyper["reward_clip_range"])
     gap = case.np("logp_old").astype(np.float64) - case.np("logp_ref")
-    token_rewards = returns.at_last_token(credit, mask) - hyper["kl_coef"] * gap * mask
-    return {"out_advantages": returns.returns(token_rewards, mask), **openrlhf_ppo(case, algo.rloo)}
+    token_rewards = extra.at_last_token(credit, mask) - hyper["kl_coef"] * gap * mask
+    return {"out_advantages": extra.returns(token_rewards, mask), **openrlhf_ppo(case, "rloo")}
 
 
 def slime_reinforce_pp(case: Case) -> Results:
     whitening = {"ddof": 1, "eps": 1e-8}
     found = reinforce_pp(case, whitening)
-    return slime(case, algo.reinforce_pp) | {"out_advantages": found["out_advantages"]}
+    return slime(case, "reinforce_pp") | {"out_advantages": found["out_advantages"]}
 
 
 def slime_reinforce_pp_baseline(case: Case) -> Results:
     mask = case.np("mask")
     gap = case.np("logp_old").astype(np.float64) - case.np("logp_ref")
     credit = relative(case, "none", single="zero")[:, None] - case.hyper["kl_coef"] * gap
-    whitened = returns.whiten(credit, mask, ddof=1, eps=1e-8)
-    return slime(case, algo.reinforce_pp_baseline) | {"out_advantages": whitened}
+    whitened = Whiten()(credit, mask)
+    return slime(case, "reinforce_pp_baseline") | {"out_advantages": whitened}
 
 
 # Relatives.
@@ -384,7 +389,7 @@ def slime_reinforce_pp_baseline(case: Case) -> Results:
 
 def sapo(case: Case, convention: str, filled: bool) -> Results:
     taus = {"tau_pos": case.hyper["tau_pos"], "tau_neg": case.hyper["tau_neg"]}
-    run = case.run(algo.sapo(convention=convention, **taus), case.totals(filled=filled))
+    run = case.run(made("sapo", convention, **taus), case.totals(filled=filled))
     return run.results() | (verl_metrics(case, run.metrics) if convention == "verl" else trl_metrics(case))
 
 
@@ -398,21 +403,21 @@ def sapo_trl(case: Case) -> Results:
 
 def gmpo_verl(case: Case) -> Results:
     low, high = verl_clip(case.hyper)
-    run = case.run(algo.gmpo(convention="verl", clip=(low, high)), case.totals())
+    run = case.run(made("gmpo", "verl", clip=(low, high)), case.totals())
     x, credit = -drift(case), case.per_token(case.out("advantages"))
     held = (x > high) | (x < -low)
     return {
         **run.results(),
         "metric_ppo_kl": run.metrics["policy/old_kl"],
-        "metric_pg_clipfrac": mismatch.mean((held & (credit > 0)).astype(mx.float32), case.mask),
-        "metric_pg_clipfrac_lower": mismatch.mean((held & (credit < 0)).astype(mx.float32), case.mask),
+        "metric_pg_clipfrac": extra.mean((held & (credit > 0)).astype(mx.float32), case.mask),
+        "metric_pg_clipfrac_lower": extra.mean((held & (credit < 0)).astype(mx.float32), case.mask),
         "out_advantages": spread(case, relative(case)),
     }
 
 
 def dppo_tv_verl(case: Case) -> Results:
     arguments = {"clip": verl_clip(case.hyper), "cap": case.hyper["clip_ratio_c"]}
-    run = case.run(algo.dppo(convention="verl", **arguments), case.totals())
+    run = case.run(made("dppo", "verl", **arguments), case.totals())
     found = run.results() | verl_metrics(case, run.metrics)
     return found | {"out_advantages": spread(case, relative(case))}
 
@@ -421,7 +426,7 @@ def from_losses(case: Case, function: Callable[[mx.array, mx.array], mx.array], 
     """A loss per token that no recipe has: function(new, log-ratio) -> [B, T], reduced."""
 
     def loss(new: mx.array) -> mx.array:
-        values = function(new, ratio.token(new, case["logp_old"], case.mask))
+        values = function(new, losses.log_ratio(new, case["logp_old"], case.mask))
         return reduction(values, case.mask, totals)
 
     value, gradient = gradient_of(loss, case["logp_new"])
@@ -430,8 +435,8 @@ def from_losses(case: Case, function: Callable[[mx.array, mx.array], mx.array], 
 
 def dro_verl(case: Case) -> Results:
     credit, beta = case.per_token(case.out("advantages")), case.hyper["dro_beta"]
-    found = from_losses(case, lambda new, x: losses.dro(new, x, credit, beta), reduce.token_mean, case.totals())
-    found["metric_ppo_kl"] = mismatch.mean(drift(case), case.mask)
+    found = from_losses(case, lambda new, x: extra.dro(new, x, credit, beta), reduce.token_mean, case.totals())
+    found["metric_ppo_kl"] = extra.mean(drift(case), case.mask)
     return found | {"out_advantages": spread(case, relative(case))}
 
 
@@ -439,10 +444,10 @@ def reinforce_verl(case: Case) -> Results:
     credit, weight = case.per_token(case.out("advantages")), case["is_weights"]
 
     def per_row(values: mx.array, mask: mx.array, totals: Any) -> mx.array:
-        return reduce.constant(values, mask, totals, length=1)
+        return reduce.Constant(length=1)(values, mask, totals)
 
-    found = from_losses(case, lambda new, x: losses.reinforce(new, credit) * weight, per_row, case.totals(filled=True))
-    found["metric_ppo_kl"] = mismatch.mean(case["logp_rollout"] - case["logp_new"], case.mask)
+    found = from_losses(case, lambda new, x: extra.reinforce(new, credit) * weight, per_row, case.totals(filled=True))
+    found["metric_ppo_kl"] = extra.mean(case["logp_rollout"] - case["logp_new"], case.mask)
     return found | {"out_advantages": spread(case, relative(case))}
 
 
@@ -451,22 +456,22 @@ def vespo_trl(case: Case) -> Results:
     shape = ((hyper["k_pos"], hyper["lambda_pos"]), (hyper["k_neg"], hyper["lambda_neg"]))
 
     def function(new: mx.array, x: mx.array) -> mx.array:
-        return losses.vespo(new, case["logp_old"], credit, case.mask, *shape)[0]
+        return extra.vespo(new, case["logp_old"], credit, case.mask, *shape)[0]
 
     found = from_losses(case, function, reduce.token_mean, case.totals(tokens=hyper["num_items"]))
-    phi = losses.vespo(case["logp_new"], case["logp_old"], credit, case.mask, *shape)[1]
+    phi = extra.vespo(case["logp_new"], case["logp_old"], credit, case.mask, *shape)[1]
     found |= trl_metrics(case) | {"metric_vespo.phi_seq_mean": phi[:, 0].mean()}
     return found | {"out_advantages": relative(case, "group", 1e-4, "zero")}
 
 
 def row_mean_of(case: Case, values: mx.array, mask: mx.array, filled: bool = False) -> mx.array:
     """Mean over rows (all, or those with tokens) of the row's mean over the tokens of another mask."""
-    return mismatch.row_means(values, mask).sum() / case.totals(filled=filled).sequences
+    return extra.row_means(values, mask).sum() / case.totals(filled=filled).sequences
 
 
 def prime_metrics(case: Case, dropped: mx.array, filled: bool = False) -> Results:
     """Mismatch on dropped and kept tokens, and the dropped share, each a mean over rows of the row's mean."""
-    x = ratio.token(case["logp_new"], case["logp_old"], case.mask)
+    x = losses.log_ratio(case["logp_new"], case["logp_old"], case.mask)
     gap, flag = mx.exp(x) - x - 1, dropped.astype(mx.float32)
     return {
         "metric_masked_mismatch_kl": row_mean_of(case, gap, case.mask * flag, filled),
@@ -480,8 +485,8 @@ def trust_region(case: Case, dropped: mx.array) -> Results:
     hyper, credit = case.hyper, case.per_token(case.out("advantages"))
 
     def function(new: mx.array, x: mx.array) -> mx.array:
-        kept = mx.where(dropped, 0.0, losses.clipped(mx.exp(x), hyper["adv_tau"] * credit, None, None))
-        return kept + 2 * hyper["kl_tau"] * algo.kl.k2(x)
+        kept = mx.where(dropped, 0.0, -mx.exp(x) * hyper["adv_tau"] * credit)
+        return kept + 2 * hyper["kl_tau"] * divergence.k2(x)
 
     totals = case.totals(tokens=hyper["rl_scale"])
     return from_losses(case, function, reduce.token_mean, totals) | prime_metrics(case, dropped)
@@ -504,8 +509,9 @@ def dppo_kl_prime(case: Case) -> Results:
 def ipo_prime(case: Case) -> Results:
     threshold = case.hyper["ipo_threshold"]
     pair = (case["logp_new"], case["logp_old"])
-    up = losses.probability_outside(*pair, mx.array(1.0), threshold, threshold)[1]
-    down = losses.probability_outside(*pair, mx.array(-1.0), threshold, threshold)[0]
+    one = mx.ones_like(case.mask)
+    up = losses.probability_outside(*pair, one, threshold, threshold)[1]
+    down = losses.probability_outside(*pair, -one, threshold, threshold)[0]
     found = trust_region(case, up | down)
     return found | {"out_advantages": spread(case, relative(case))}
 
@@ -539,11 +545,11 @@ def accumulated_trl(case: Case) -> Results:
     clip = (hyper["epsilon"], hyper["epsilon"])
     whole = case.totals(max_tokens=hyper["max_completion_length"])
     recipes = {
-        "grpo": algo.grpo(convention="trl", clip=clip),
-        "bnpo": algo.grpo(convention="trl", clip=clip, reduction="token_mean"),
-        "dr_grpo": algo.dr_grpo(convention="trl", clip=clip),
-        "dapo": algo.dapo(convention="trl", clip=clip),
-        "cispo": algo.cispo(convention="trl", clip=(None, hyper["cispo_epsilon_high"] - 1)),
+        "grpo": made("grpo", "trl", clip=clip),
+        "bnpo": made("grpo", "trl", clip=clip, reduction="token_mean"),
+        "dr_grpo": made("dr_grpo", "trl", clip=clip),
+        "dapo": made("dapo", "trl", clip=clip),
+        "cispo": made("cispo", "trl", clip=(None, hyper["cispo_epsilon_high"] - 1)),
     }
     found: Results = {"out_advantages": relative(case, "group", 1e-4, "zero")}
     for name, recipe in recipes.items():
@@ -566,7 +572,7 @@ def accumulated_verl(case: Case) -> Results:
     totals = Totals(int(case.np("mask").sum()), hyper["global_batch_size"], 1, 1)
     for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
         clip = {"clip": verl_clip(hyper), "dual_clip": hyper["clip_ratio_c"]}
-        part = accumulated(case, algo.grpo(convention="verl", **clip, **VERL_REDUCTIONS[mode]), lambda rows: totals)
+        part = accumulated(case, made("grpo", "verl", **clip, **VERL_REDUCTIONS[mode]), lambda rows: totals)
         found |= {f"out_loss_{mode}": part["loss"], f"out_grad_{mode}": part["grad"]}
     return found
 
@@ -581,14 +587,14 @@ RUNNERS: dict[tuple[str, str], Runner] = {
     ("grpo", "slime_grpo_kl"): slime,
     ("grpo", "slime_per_token"): slime,
     ("dr_grpo", "trl"): trl,
-    ("dr_grpo", "openrlhf"): lambda case: openrlhf(case, algo.dr_grpo, "none"),
+    ("dr_grpo", "openrlhf"): lambda case: openrlhf(case, "dr_grpo", "none"),
     ("dr_grpo", "verl"): verl_grpo,
     ("dapo", "trl"): trl,
     ("dapo", "verl"): verl_grpo,
     ("gspo", "verl"): verl_gspo,
     ("gspo", "trl_sequence"): trl,
-    ("gspo", "slime"): lambda case: slime(case, algo.gspo, "sequence"),
-    ("gspo", "openrlhf"): lambda case: openrlhf(case, algo.gspo),
+    ("gspo", "slime"): lambda case: slime(case, "gspo", "sequence"),
+    ("gspo", "openrlhf"): lambda case: openrlhf(case, "gspo"),
     ("gspo_token", "trl_sequence_token"): trl,
     ("cispo", "verl"): verl_cispo,
     ("cispo", "trl"): trl_cispo,

@@ -1,0 +1,226 @@
+"""From a table [algorithm] to an algorithm and back, and the register of the recipes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec
+
+from mlxrl import types
+from mlxrl.algo import reduce
+from mlxrl.algo.algorithm import TERMS, Algorithm, Term, ordered
+from mlxrl.algo.conventions import CONVENTIONS, MOVED
+from mlxrl.algo.credit import GiGPO, GroupRelative
+from mlxrl.checked import SettingError
+from mlxrl.errors import brief, did_you_mean
+from mlxrl.plugins import PluginError, find
+
+P = ParamSpec("P")
+RECIPES: dict[str, Callable[..., Algorithm]] = {}
+
+
+def recipe(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
+    """Enter a function of keywords in RECIPES; a fault in its arguments is one line that names it and the argument."""
+
+    @wraps(function)
+    def make(*unnamed: P.args, **given: P.kwargs) -> Algorithm:
+        if unnamed:
+            raise SettingError(function.__name__, f"wanted keywords, as clip=..., got {brief(unnamed[0])}")
+        return _made(function, given, given)
+
+    RECIPES[function.__name__] = make
+    return make
+
+
+def _made(function: Callable[..., Algorithm], arguments: Mapping[str, Any], given: Collection[str]) -> Algorithm:
+    """A recipe's algorithm. given: the arguments that are refused where they have no effect; a convention's are not."""
+    parameters = inspect.signature(function).parameters
+    for key in arguments:
+        if key not in parameters:
+            raise SettingError(function.__name__, _unknown(key, parameters))
+    if isinstance(one := arguments.get("terms"), Term):
+        raise SettingError(function.__name__, "terms", f"wanted a list of terms, got {type(one).__name__}")
+    try:
+        algorithm = function(**arguments)
+    except SettingError as error:
+        parts = error.parts
+        raise SettingError(function.__name__, *parts[1:]) if parts[0] == "algorithm" else error from None
+    dead = _dead(algorithm)
+    dead |= {term.table: dead["clip"] for term in algorithm.terms if "clip" in dead and _overrides(term, "factor")}
+    for key in (*given, *(term.table for term in algorithm.terms)):
+        if key in dead:
+            raise SettingError(function.__name__, key, f"has no effect, because {dead[key]}; leave it out")
+    return replace(algorithm, terms=ordered(algorithm.terms))
+
+
+def _dead(algorithm: Algorithm) -> dict[str, str]:
+    """The arguments of its recipe that have no effect on an algorithm, and why."""
+    credit, dead = algorithm.credit, dict[str, str]()
+    if isinstance(credit, GiGPO) and not credit.omega:
+        dead |= dict.fromkeys(("gamma", "similarity"), "omega is 0")
+    if isinstance(credit, GiGPO | GroupRelative) and credit.scale == "none":
+        dead["eps"] = "scale is 'none'"
+    if isinstance(credit, GroupRelative) and not credit.reward:
+        dead |= dict.fromkeys(("scale", "eps", "whiten", "mask_truncated"), "reward is 0")
+        if not any(_overrides(term, "advantage") for term in algorithm.terms):
+            dead |= dict.fromkeys(_fields(algorithm.policy_loss), "reward is 0 and no term adds to the advantages")
+    return dead
+
+
+def _overrides(term: Term, method: str) -> bool:
+    return getattr(type(term), method) is not getattr(Term, method)
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    """The settings of a part of an algorithm, none of a plain function."""
+    return {field.name: getattr(part, field.name) for field in fields(part)} if is_dataclass(part) else {}
+
+
+def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.Algorithm:
+    """The algorithm of a table [algorithm]: a name, the arguments of its recipe, and a table for each term.
+
+    `{"name": "grpo", "clip": [0.2, 0.28], "kl": {"coefficient": 0.04}}`. `convention` names a library whose values
+    stand in for those that are not given. The name may be `file.py:make`, a function of one's own that takes the
+    other keys, terms as `terms`, and returns an algorithm.
+
+    Args:
+        folder: where such files are looked for before the current directory.
+    Raises:
+        UserError: one line.
+    """
+    given = {key: _frozen(value) for key, value in table.items()}
+    name = str(given.pop("name", "grpo"))
+    own = ":" in name
+    function = _found(name, folder) if own else _recipe(name)
+    usual = {} if own else _convention(name, given.pop("convention", None))
+    parameters = inspect.signature(function).parameters
+    _refuse_keys(name, given, parameters)
+    arguments = _with_terms(_with_convention(given, usual, parameters), parameters)
+    if own:
+        return _called(name, function, arguments)
+    try:
+        return _made(function, arguments, given)
+    except SettingError as error:
+        raise error if error.parts[0].startswith("algorithm") else error.within("algorithm") from None
+
+
+def _found(name: str, folder: str | Path | None) -> Callable[..., Any]:
+    try:
+        found = find(name, folder)
+    except PluginError as error:
+        raise error.within("algorithm", "name") from None
+    if not callable(found):
+        raise PluginError("algorithm", name, f"wanted a function, got {brief(found)}")
+    return found
+
+
+def _called(name: str, function: Any, arguments: Mapping[str, Any]) -> types.Algorithm:
+    """What a function of the user's returns."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise PluginError("algorithm", name, str(error)) from None
+    made = function(**arguments)
+    if not isinstance(made, types.Algorithm):
+        raise PluginError("algorithm", name, f"wanted a function that returns an algorithm, got {brief(made)}")
+    return made
+
+
+def _recipe(name: str) -> Callable[..., Algorithm]:
+    if name not in RECIPES:
+        hint = did_you_mean(name, RECIPES) or f"; there are {', '.join(RECIPES)}, or 'file.py:function'"
+        raise SettingError("algorithm", "name", f"unknown algorithm {name!r}{hint}")
+    return inspect.unwrap(RECIPES[name])
+
+
+def _convention(name: str, convention: Any) -> Mapping[str, Any]:
+    known = {family: recipes[name] for family, recipes in CONVENTIONS.items() if name in recipes}
+    if convention is not None and convention not in known:
+        wanted = f"one of {', '.join(sorted(known))}" if known else "none"
+        raise SettingError("algorithm", name, "convention", f"wanted {wanted}, got {brief(convention)}")
+    return {} if convention is None else known[convention]
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _frozen(item) for key, item in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _refuse_keys(name: str, given: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    """SettingError for a key that neither the function nor a term has, and for a term that is no table."""
+    known = [key for key in parameters if key not in ("terms", "teacher")]
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key, value in given.items():
+        if key in MOVED and value is not None and not isinstance(value, Mapping) and ":" not in name:
+            raise SettingError("algorithm", _unknown(key, ()))
+        if key in TERMS and key not in known:
+            if not isinstance(value, Mapping):
+                raise SettingError(f"algorithm.{key}", f"wanted a table, got {brief(value)}")
+            names = [field.name for field in fields(TERMS[key])]  # pyright: ignore[reportArgumentType]
+            for inner in value:
+                if inner not in names:
+                    raise SettingError(f"algorithm.{key}", _unknown(inner, names, known))
+        elif key not in known and not anything:
+            raise SettingError("algorithm", name, _unknown(key, [*known, *TERMS]))
+
+
+def _unknown(key: str, known: Collection[str], parameters: Collection[str] = ()) -> str:
+    """What is said of a key that is not known here: where it is known, or what is close to it."""
+    if key in MOVED:
+        return f"{key!r} is now {MOVED[key]}"
+    homes = ["algorithm"] if key in parameters else []
+    homes += [kind.table for kind in TERMS.values() if key in (field.name for field in fields(kind))]  # pyright: ignore
+    near = f"; did you mean '{homes[0]}.{key}'?" if homes else did_you_mean(key, known)
+    return f"unknown key {key!r}{near or '; there are ' + ', '.join(known)}"
+
+
+def _with_convention(
+    given: Mapping[str, Any], usual: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
+) -> dict[str, Any]:
+    """The given keys, and a convention's for the others; its tables hold for what is there, given or by default."""
+    there = {getattr(parameter.default, "table", "").removeprefix("algorithm.") for parameter in parameters.values()}
+    if any("teacher" in TERMS[key].needs for key in given if key in TERMS):
+        there.discard("teacher_advantage")
+    out = dict(given)
+    for key, value in usual.items():
+        if not isinstance(value, Mapping):
+            out.setdefault(key, value)
+        elif isinstance(own := given.get(key, {} if key in there else None), Mapping):
+            out[key] = {**value, **own}
+    return out
+
+
+def _with_terms(given: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys as arguments of a function: tables of terms as its `terms`, that of a teacher as its `teacher`."""
+    arguments = {key: value for key, value in given.items() if key in parameters or key not in TERMS}
+    terms = [TERMS[key](**value) for key, value in given.items() if key not in arguments]
+    if "teacher" in parameters:
+        for term in [term for term in terms if "teacher" in term.needs][:1]:
+            arguments["teacher"] = term
+            terms.remove(term)
+    return {**arguments, "terms": terms} if terms else arguments
+
+
+def arguments_of(algorithm: types.Algorithm) -> dict[str, Any]:
+    """The table that makes an algorithm of a recipe: its name, every argument that has an effect, its terms' tables.
+
+    Of another algorithm it is the name.
+    """
+    if not isinstance(algorithm, Algorithm) or algorithm.name not in RECIPES:
+        return {"name": algorithm.name}
+    values = {**_fields(algorithm.credit), **_fields(algorithm.policy_loss)}
+    values["reduction"] = reduce.name_of(algorithm.reduction)
+    dead, names = _dead(algorithm), inspect.signature(RECIPES[algorithm.name]).parameters
+    found = {name: _plain(values[name]) for name in names if name in values and name not in dead}
+    tables = {term.table.removeprefix("algorithm."): _plain(term) for term in algorithm.terms if term.table}
+    return {"name": algorithm.name, **found, **tables}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {name: _plain(item) for name, item in _fields(value).items()}
+    return sorted(value) if isinstance(value, frozenset) else value
