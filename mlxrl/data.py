@@ -6,7 +6,8 @@ import importlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from functools import lru_cache
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -64,22 +65,16 @@ def cycle(tasks: Sequence[Task], n: int, seed: int = 0, start: int = 0) -> Itera
     """
     if not 1 <= n <= len(tasks):
         raise DataError("cycle", "n", f"wanted between 1 and the {len(tasks)} tasks there are, got {n}")
-    return _batches(tasks, n, seed, start)
+    return ([tasks[index] for index in indices_of(len(tasks), n, seed, step)] for step in count(start))
 
 
-def _batches(tasks: Sequence[Task], n: int, seed: int, step: int) -> Iterator[list[Task]]:
-    current, order = -1, list[int]()
-    while True:
-        batch: list[Task] = []
-        for position in range(step * n, (step + 1) * n):
-            epoch, index = divmod(position, len(tasks))
-            if epoch != current:
-                current, order = epoch, _order(len(tasks), seed, epoch)
-            batch.append(tasks[order[index]])
-        yield batch
-        step += 1
+def indices_of(size: int, n: int, seed: int, step: int) -> list[int]:
+    """Which n of so many tasks `cycle` yields at a step."""
+    places = [divmod(position, size) for position in range(step * n, (step + 1) * n)]
+    return [_order(size, seed, epoch)[index] for epoch, index in places]
 
 
+@lru_cache(maxsize=2)
 def _order(size: int, seed: int, epoch: int) -> list[int]:
     order = list(range(size))
     random.Random(f"{seed}:{epoch}").shuffle(order)

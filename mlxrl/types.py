@@ -292,7 +292,7 @@ class Algorithm(Protocol):
         """A scalar to be summed over the step's micro-batches, and metrics.
 
         Metrics are scalars already divided by the step's totals, so that those of the micro-batches add up;
-        names that end in `_max` or `_min` are combined by maximum and minimum instead.
+        those whose last part is `max` or `min` are combined by maximum and minimum instead.
         """
         ...
 

@@ -35,9 +35,9 @@ def test_effective_sample_size() -> None:
         name: max(p[name] for p in parts) if name.endswith("_max") else sum(p[name] for p in parts) for name in parts[0]
     }
     shown = algo.finish(added)
-    close([shown["mismatch/ess"], shown["policy/ratio_mean"], shown["mismatch/ratio_max"]], [0.9, 1.0, 2.0])
+    close([shown["sampling/ess"], shown["ratio/mean"], shown["sampling/importance_sampling_ratio/max"]], [0.9, 1.0, 2.0])
     # |log 2| / 2 over the computed tokens; the advantage's size over all four
-    close([shown["mismatch/abs"], shown["policy/adv_abs"]], [math.log(2) / 2, 0.5])
+    close([shown["sampling/sampling_logp_difference/mean"], shown["advantages/abs_mean"]], [math.log(2) / 2, 0.5])
 
 
 def test_metrics_of_a_loss() -> None:
@@ -49,15 +49,15 @@ def test_metrics_of_a_loss() -> None:
     shown = algo.finish(
         recipe.loss(new, batch, Totals(tokens=4, sequences=2, groups=1, max_tokens=2, without_signal=1))[1]
     )
-    close(shown["policy/ratio_mean"], 1.25)
-    close(shown["policy/ratio_max"], 1.5)
-    close(shown["policy/clip_high"], 0.25)
-    close(shown["policy/old_kl"], -math.log(1.5) / 2)
+    close(shown["ratio/mean"], 1.25)
+    close(shown["ratio/max"], 1.5)
+    close(shown["clip_ratio/high_mean"], 0.25)
+    close(shown["ppo_kl"], -math.log(1.5) / 2)
     # k3 = 1/1.5 - 1 + log 1.5 = 0.0721318, over two tokens
-    close(shown["policy/kl"], 0.0721318 / 2)
-    close(shown["policy/kl_coefficient"], 0.5)
+    close(shown["kl"], 0.0721318 / 2)
+    close(shown["kl/coefficient"], 0.5)
     # -(1.28 + 1) / 4 + 0.5 * 0.0721318 / 4
-    close(shown["policy/loss"], -0.5609835)
+    close(shown["loss"], -0.5609835)
 
 
 def test_a_policy_loss_may_say_no_more_than_its_losses() -> None:
@@ -71,7 +71,7 @@ def test_a_policy_loss_may_say_no_more_than_its_losses() -> None:
     algorithm = algo.Algorithm("plain", lambda groups: [], plain, algo.reduce.token_mean)
     value, metrics = algorithm.loss(Logprobs(new), batch, Totals(2, 1, 1, 2))
     shown = algo.finish(metrics)
-    close([value.item(), shown["policy/ratio_mean"], shown["policy/clip_high"]], [-1.25, 1.25, 0.0])
+    close([value.item(), shown["ratio/mean"], shown["clip_ratio/high_mean"]], [-1.25, 1.25, 0.0])
     assert algorithm.needs == {"old", "reward"}
     assert algorithm.compares == "nothing"
 
@@ -95,7 +95,7 @@ class Bare:
 
     def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, dict[str, mx.array]]:
         value = algo.reduce.token_mean(-batch.advantages * new.token_logprobs, batch.mask, totals)
-        return value, {"policy/loss": mx.stop_gradient(value)}
+        return value, {"loss": mx.stop_gradient(value)}
 
 
 def test_what_an_algorithm_does_not_say_has_defaults() -> None:
@@ -121,7 +121,7 @@ def test_an_algorithm_that_reads_columns_trains(algorithm: Any) -> None:
     tasks = [Task(text, {"difficulty": n + 1.0}) for n, text in enumerate(("one", "two", "three"))]
     run: dict[str, Any] = {"steps": 1, "tasks_per_step": 2, "group_size": 2, "sampling": Sampling(max_tokens=5)}
     (step,) = train(a_policy(), tasks, algorithm, reward=length, **run)
-    assert math.isfinite(step.metrics["policy/loss"])
-    assert step.metrics["policy/updates"] == 1
+    assert math.isfinite(step.metrics["loss"])
+    assert step.metrics["updates"] == 1
     with pytest.raises(ValueError, match="learns from rewards; wanted at least one function"):
         next(train(a_policy(), tasks, algorithm, **run))

@@ -96,7 +96,7 @@ def test_rows_without_signal_are_not_run_and_still_counted(counted):
     read.clear()
     metrics = update(p, optim.SGD(1e-3), pack([flat], algo), algo)
     assert read == []
-    assert metrics["policy/grad_norm"] == 0.0
+    assert metrics["grad_norm"] == 0.0
 
 
 def test_a_split_group_reads_its_prompt_once(counted):

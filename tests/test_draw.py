@@ -94,13 +94,13 @@ def test_a_run_refills_its_steps_and_can_start_anywhere():
     whole = run(p)
     for step in whole:
         assert [int(group[0].task.prompt) % 2 for group in step.groups] == [0] * 4
-        asked = step.metrics["groups/total"]
-        assert step.metrics["groups/kept"] == 4
-        assert step.metrics["groups/silent"] >= asked - 4 - 3
+        asked = step.metrics["groups/sampled"]
+        assert step.metrics["groups/used"] == 4
+        assert step.metrics["groups/zero_variance"] >= asked - 4 - 3
         assert step.metrics["rollout/tokens"] >= sum(one.length for group in step.groups for one in group)
-    assert any(step.metrics["rollout/draws"] > 1 for step in whole)
+    assert any(step.metrics["rollout/rounds"] > 1 for step in whole)
     # The reward is that of everything asked: 0.5 throughout, and not of the groups that were kept alone.
-    assert all(step.metrics["reward/mean"] == 0.5 for step in whole)
+    assert all(step.metrics["reward"] == 0.5 for step in whole)
     (last,) = run(p, start=2)
     assert [t.turns for group in last.groups for t in group] == [t.turns for group in whole[2].groups for t in group]
 
@@ -109,11 +109,11 @@ def test_groups_that_were_drawn_again_are_the_whole_step():
     """The denominators count what is kept: a step of the same groups without refilling has the same gradient."""
     one = run(a_policy(), steps=1, optimizer=optim.SGD(1.0))[0]
     other = run(a_policy(), steps=1, max_draws=1)[0]
-    assert one.metrics["groups/kept"] == 4
-    assert other.metrics["groups/kept"] == other.metrics["groups/total"] == 4
-    assert one.metrics["policy/adv_abs"] > other.metrics["policy/adv_abs"]
+    assert one.metrics["groups/used"] == 4
+    assert other.metrics["groups/used"] == other.metrics["groups/sampled"] == 4
+    assert one.metrics["advantages/abs_mean"] > other.metrics["advantages/abs_mean"]
     # Rewards 0 and 1 of a pair: (1 - 0.5) / (0.7071 + 1e-6), on every token of every row
-    assert one.metrics["policy/adv_abs"] == pytest.approx(0.5 / (0.5**0.5 + 1e-6), rel=1e-5)
+    assert one.metrics["advantages/abs_mean"] == pytest.approx(0.5 / (0.5**0.5 + 1e-6), rel=1e-5)
 
 
 def test_a_step_without_signal_ends_and_the_run_goes_on():
@@ -122,8 +122,8 @@ def test_a_step_without_signal_ends_and_the_run_goes_on():
     steps = run(p, steps=2, reward=lambda completions, **_: [1.0] * len(completions), max_draws=2, optimizer=optimizer)
     for step in steps:
         assert step.groups == ()
-        assert (step.metrics["policy/updates"], step.metrics["rollout/draws"]) == (0, 2)
-        assert step.metrics["groups/silent"] == step.metrics["groups/total"] == 8
+        assert (step.metrics["updates"], step.metrics["rollout/rounds"]) == (0, 2)
+        assert step.metrics["groups/zero_variance"] == step.metrics["groups/sampled"] == 8
         assert str(step).startswith(f"step {step.index}  reward 1.000  silent groups 8 of 8")
     assert all(mx.array_equal(leaf, before[name]) for name, leaf in flat(p.model.trainable_parameters()).items())
 

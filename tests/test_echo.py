@@ -64,9 +64,9 @@ def test_the_loss_of_two_observed_tokens() -> None:
     (value, metrics), slope = mx.value_and_grad(loss)(read)
     close(value, 1.05)
     close(slope, [[0, -0.2 / 3, -0.2 / 3, 0]])
-    close(metrics["policy/loss"], 1.05)
-    close(metrics["policy/echo_loss"], 0.25)
-    close(metrics["policy/echo_coefficient"], 0.2 * 2 / 3)
+    close(metrics["loss"], 1.05)
+    close(metrics["echo/loss"], 0.25)
+    close(metrics["echo/coefficient"], 0.2 * 2 / 3)
 
 
 @pytest.mark.parametrize("prompt", [4, 90])
@@ -118,7 +118,7 @@ def test_the_log_probs_are_those_of_the_tokens_after_what_stands_before_them() -
                 wanted -= (logits[token] - mx.logsumexp(logits)).item() / 10
                 tokens.append(token)
             tokens += turn.tokens
-    assert metrics["policy/echo_loss"] == pytest.approx(wanted, rel=1e-5)
+    assert metrics["echo/loss"] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_weight_of_nothing_is_the_algorithm_bit_for_bit() -> None:
@@ -132,7 +132,7 @@ def test_a_weight_of_nothing_is_the_algorithm_bit_for_bit() -> None:
     # Nor does a weight change anything where no environment answers.
     alone, a = [made([1.0, 0.0, 0.4])], algo.grpo(terms=[Echo(weight=0.3)])
     got, wanted = gradient(p, pack(alone, a), a), gradient(p, pack(alone, plain), plain)
-    assert got[0] == {**wanted[0], "policy/echo_loss": 0.0, "policy/echo_coefficient": 0.0}
+    assert got[0] == {**wanted[0], "echo/loss": 0.0, "echo/coefficient": 0.0}
     assert all(mx.array_equal(value, flat(wanted[1])[name]) for name, value in flat(got[1]).items())
 
 
@@ -163,7 +163,7 @@ def test_gradients_do_not_depend_on_passes_padding_or_sharing(make: Any, monkeyp
         assert len(split) > 2
         more, got = gradient(p, split, a)
         assert_same_gradient(got, wanted)
-        for name in ("policy/loss", "policy/echo_loss", "policy/echo_coefficient"):
+        for name in ("loss", "echo/loss", "echo/coefficient"):
             assert more[name] == pytest.approx(metrics[name], abs=1e-5)
     assert_same_gradient(gradient(p, whole, a, recompute=True)[1], wanted)
 
@@ -185,8 +185,8 @@ def test_a_group_without_a_reward_learns_to_predict() -> None:
     losses = []
     for _ in range(4):
         metrics = update(p, optim.SGD(0.1), pack(groups, a), a)
-        assert metrics["policy/echo_coefficient"] == 1.0
-        losses.append(metrics["policy/echo_loss"])
+        assert metrics["echo/coefficient"] == 1.0
+        losses.append(metrics["echo/loss"])
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.01
 
@@ -205,7 +205,7 @@ def test_parts_and_cut_rows_have_their_own_denominators() -> None:
     cut = pack(groups[:1], a, max_tokens_per_row=98)
     assert cut.totals.observation_tokens == 10
     assert sum(float(m.observation_mask.sum()) for m in cut) == 6
-    assert gradient(p, cut, a)[0]["policy/echo_coefficient"] == pytest.approx(0.5 * 0.6)
+    assert gradient(p, cut, a)[0]["echo/coefficient"] == pytest.approx(0.5 * 0.6)
 
 
 @pytest.mark.parametrize("term", [algo.TeacherAdvantage(), algo.TeacherTopK(), algo.TeacherVocabulary()])
@@ -218,10 +218,10 @@ def test_beside_a_teacher(term: str) -> None:
         batch = fill(p, pack(groups, a), a.needs - {"old"}, algo=a, teacher=judge)
         found.append(gradient(p, batch, a, judge)[0])
     beside, both, alone = found
-    assert both["policy/echo_loss"] == pytest.approx(beside["policy/echo_loss"], rel=1e-6)
-    assert both["policy/teacher_kl"] == pytest.approx(alone["policy/teacher_kl"], rel=1e-5)
-    added = 0.5 * both["policy/echo_loss"]
-    assert both["policy/loss"] == pytest.approx(alone["policy/loss"] + added, rel=1e-5)
+    assert both["echo/loss"] == pytest.approx(beside["echo/loss"], rel=1e-6)
+    assert both["teacher/kl"] == pytest.approx(alone["teacher/kl"], rel=1e-5)
+    added = 0.5 * both["echo/loss"]
+    assert both["loss"] == pytest.approx(alone["loss"] + added, rel=1e-5)
 
 
 def test_an_answer_in_a_rewritten_history_is_predicted_too() -> None:
@@ -244,7 +244,7 @@ def test_an_answer_in_a_rewritten_history_is_predicted_too() -> None:
             wanted -= (logits[token] - mx.logsumexp(logits)).item() / 5
             tokens.append(token)
         tokens += action
-    assert metrics["policy/echo_loss"] == pytest.approx(wanted, rel=1e-5)
+    assert metrics["echo/loss"] == pytest.approx(wanted, rel=1e-5)
     turns[1] = dataclasses.replace(turns[1], new_suffix=0)
     unseen = dataclasses.replace(first, turns=tuple(turns))
     assert pack([(unseen, unseen)], a).totals.observation_tokens == 4
@@ -282,8 +282,8 @@ def test_a_run_tapers_it_and_leaves_the_special_tokens_out(monkeypatch: pytest.M
         sampling=Sampling(max_tokens=3), optimizer=optim.SGD(1e-3),
     )  # fmt: skip
     found = [step.metrics for step in run]
-    assert [m.get("policy/echo_coefficient", 0.0) for m in found] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
-    assert all(m["policy/echo_loss"] > 0 for m in found[:4])
+    assert [m.get("echo/coefficient", 0.0) for m in found] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
+    assert all(m["echo/loss"] > 0 for m in found[:4])
     assert skipped == [set(p.tokenizer.all_special_ids)] * 4 + [None]
     assert p.tokenizer.eos_token_id in skipped[0]
 

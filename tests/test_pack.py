@@ -106,8 +106,8 @@ def test_a_row_that_is_too_long_is_cut_and_says_what_was_lost():
     none = pack(group, algo, max_tokens_per_row=90)
     assert (len(none), none.totals.without_signal, none.dropped_tokens) == (0, 3, {0: 4, 1: 10, 2: 30})
     metrics = update(p, optim.SGD(0.0), some, algo)
-    assert metrics["policy/cut_tokens"] == 20
-    assert "policy/cut_tokens" not in update(p, optim.SGD(0.0), whole, algo)
+    assert metrics["sequences/dropped_tokens"] == 20
+    assert "sequences/dropped_tokens" not in update(p, optim.SGD(0.0), whole, algo)
 
 
 @pytest.mark.parametrize("name", ["tokens_per_pass", "max_tokens_per_row"])

@@ -42,11 +42,11 @@ def test_train_and_reference_agree_at_step_0_and_a_step_moves_float32_adapters(m
     assert m.old_logprobs.dtype == m.reference_logprobs.dtype == mx.float32
     assert mx.array_equal(m.old_logprobs, m.reference_logprobs)
     metrics, found = gradient(p, batch, algo)
-    assert metrics["policy/kl"] == 0.0
+    assert metrics["kl"] == 0.0
     assert all(leaf.dtype == mx.float32 for leaf in flat(found).values())
     _, rows = hidden_states(p, m)
     assert rows.dtype == mx.bfloat16
-    assert update(p, optim.SGD(1e-1), batch, algo)["policy/skipped"] == 0.0
+    assert update(p, optim.SGD(1e-1), batch, algo)["updates/skipped"] == 0.0
     moved = [leaf for name, leaf in flat(p.model.trainable_parameters()).items() if "lora_b" in name]
     assert all(leaf.dtype == mx.float32 and mx.abs(leaf).max() > 0 for leaf in moved)
     now = dict(tree_flatten(p.model.parameters()))

@@ -28,10 +28,10 @@ def test_two_steps_on_a_real_model(tmp_path):
     subprocess.run(command, check=True, cwd=ROOT)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2
-    assert all(line["policy/skipped"] == 0 for line in lines)
-    assert max(line["policy/grad_norm"] for line in lines) > 0
-    assert max(line["mismatch/abs"] for line in lines) < 1e-3  # the sampler and the trainer agree
-    assert 0 < max(line["reward/mean"] for line in lines) < 1
+    assert all(line["updates/skipped"] == 0 for line in lines)
+    assert max(line["grad_norm"] for line in lines) > 0
+    assert max(line["sampling/sampling_logp_difference/mean"] for line in lines) < 1e-3  # the sampler and the trainer agree
+    assert 0 < max(line["reward"] for line in lines) < 1
     evaluation = json.loads((tmp_path / "run/evaluation.json").read_text())
     assert evaluation["before"]["n"] == evaluation["after"]["n"] == 8
 

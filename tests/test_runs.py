@@ -58,9 +58,9 @@ def test_states_go_to_the_manifest_and_the_events(tmp_path):
 
 def test_metrics_and_samples_are_lines(tmp_path):
     folder = create(tmp_path / "run", "")
-    folder.metrics(1, {"reward/mean": float("nan"), "policy/loss": 0.5})
+    folder.metrics(1, {"reward": float("nan"), "loss": 0.5})
     (line,) = read_lines(folder.path / "metrics.jsonl")
-    assert (line["step"], line["reward/mean"], line["policy/loss"]) == (1, None, 0.5)
+    assert (line["step"], line["reward"], line["loss"]) == (1, None, 0.5)
     folder.samples(1, [(attempt("no", 0.0), attempt("yes\n\ud800", 1.0), attempt("so", 0.5))])
     best, worst = read_lines(folder.path / "samples.jsonl")
     assert best == {

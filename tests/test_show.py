@@ -13,9 +13,9 @@ from mlxrl.show.row import HEADING, direction, row
 from mlxrl.types import Task, Trajectory, Turn
 
 METRICS = {
-    "reward/mean": 0.375, "reward/failed": 0.0, "groups/silent": 1.0, "groups/total": 4.0, "length/mean": 12.4,
-    "length/truncated": 0.25, "rollout/tokens_per_second": 1204.4, "seconds/rollout": 0.81, "seconds/update": 11.2,
-    "memory/peak": 1.24e9, "policy/skipped": 0.0,
+    "reward": 0.375, "rewards/unscored": 0.0, "groups/zero_variance": 1.0, "groups/sampled": 4.0, "completions/mean_length": 12.4,
+    "completions/clipped_ratio": 0.25, "rollout/tokens_per_second": 1204.4, "seconds/rollout": 0.81, "seconds/update": 11.2,
+    "memory/peak": 1.24e9, "updates/skipped": 0.0,
 }  # fmt: skip
 EVALUATION = {
     "before": {"accuracy": 0.4, "mean_reward": 0.41, "n": 200},
@@ -31,7 +31,7 @@ def attempt(answer, reward, prompt="585+445=?"):
 
 
 def test_tokens_that_are_cut_are_told():
-    shown = row({**METRICS, "policy/cut_tokens": 12.0}, 1, 2, [])
+    shown = row({**METRICS, "sequences/dropped_tokens": 12.0}, 1, 2, [])
     assert shown.warnings == ("12 sampled tokens lie behind train.max_tokens_per_row and were not trained on",)
 
 
@@ -52,7 +52,7 @@ def run(stream, width=80):
     console.start()
     console.step(step(0))
     console.samples([(attempt("a", 1.0), attempt("b", 1.0)), (attempt("1030", 1.0), attempt(EVIL, 0.0, EVIL))])
-    console.step(step(1, **{"reward/mean": 0.875, "reward/failed": 2.0, "policy/skipped": 1.0}))
+    console.step(step(1, **{"reward": 0.875, "rewards/unscored": 2.0, "updates/skipped": 1.0}))
     console.finish(EVALUATION, ["adapter   runs/x/adapters"])
     return stream.getvalue()
 
@@ -103,7 +103,7 @@ def test_a_stream_that_cannot_hold_the_signs_gets_others():
     console = Console(2, stream=stream, width=80)
     console.header("mlxrl", [("model", "größe")])
     console.step(step(0))
-    console.step(step(1, **{"reward/mean": 0.5}))
+    console.step(step(1, **{"reward": 0.5}))
     console.samples([(attempt("ü", 1.0),)])
     console.finish({})
     stream.flush()
@@ -114,14 +114,14 @@ def test_a_stream_that_cannot_hold_the_signs_gets_others():
 
 
 def test_rows_stay_in_80_columns():
-    large = {**METRICS, "reward/mean": -1234.5, "length/mean": 2048.0, "rollout/tokens_per_second": 123456.0}
+    large = {**METRICS, "reward": -1234.5, "completions/mean_length": 2048.0, "rollout/tokens_per_second": 123456.0}
     line = row({**large, "seconds/rollout": 999.99, "seconds/update": 999.99}, 1000, 1000, [1.0])
     assert len(line.before + line.trend + line.after) <= 80
     assert len(HEADING) <= 80
 
 
 def test_missing_numbers_are_dashes():
-    line = row({"reward/mean": math.nan}, 1, 2, [])
+    line = row({"reward": math.nan}, 1, 2, [])
     assert "nan" not in line.before + line.after
     assert line.after.count("-") >= 5
 

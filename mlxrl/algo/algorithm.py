@@ -181,8 +181,8 @@ class Algorithm:
         for term in self.terms:
             metrics |= term.metrics(new, batch, totals)
         if factors:
-            metrics["mismatch/kept"] = token_mean(weight, mask, totals)
-        metrics["policy/loss"] = loss
+            metrics["sampling/weight_mean"] = token_mean(weight, mask, totals)
+        metrics["loss"] = loss
         # One array, taken apart: mx.compile fails on two outputs that are the same computation twice.
         values = mx.stop_gradient(mx.stack(list(metrics.values())))
         return loss, {name: values[n] for n, name in enumerate(metrics)}

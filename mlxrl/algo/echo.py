@@ -44,7 +44,7 @@ class Echo(Term):
     def metrics(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> Metrics:
         predicted = there(batch.observation_mask).sum()
         factor = self.weight * predicted / max(totals.observation_tokens, 1)
-        return {"policy/echo_loss": self._missed(new, batch, totals), "policy/echo_coefficient": factor}
+        return {"echo/loss": self._missed(new, batch, totals), "echo/coefficient": factor}
 
     def _missed(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> mx.array:
         """Cross-entropy in nats per observed token of the step."""

@@ -1,6 +1,6 @@
 """What a loss reports, in parts that add up over the micro-batches of an optimizer step.
 
-Every part is a sum divided by the tokens of the whole step; names that end in `_max` combine by maximum. Sequences
+Every part is a sum divided by the tokens of the whole step; those whose last part is `max` combine by maximum. Sequences
 without a learning signal are counted in those tokens and never computed, so `finish` divides what describes computed
 tokens by the share of them, and makes the effective sample size of the weight's two moments.
 """
@@ -17,11 +17,11 @@ from mlxrl.algo.losses import SAFE, PerToken, Surrogate, clamp, importance, log_
 from mlxrl.algo.reduce import masked, token_mean
 from mlxrl.types import Metrics, Totals
 
-COMPUTED = "policy/computed"
+COMPUTED = "computed"
 OVER_THE_STEP = frozenset(
     {
-        *("policy/loss", "policy/clip_low", "policy/clip_high", "policy/adv_abs", "policy/ratio_max"),
-        *("mismatch/ratio_max", "policy/echo_loss", "policy/echo_coefficient"),
+        *("loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "advantages/abs_mean", "ratio/max"),
+        *("sampling/importance_sampling_ratio/max", "echo/loss", "echo/coefficient"),
     }
 )
 """What `finish` does not divide: over all tokens of the step, over observed ones, or a maximum."""
@@ -38,12 +38,12 @@ def of_policy(
     """Ratio, drift since sampling, clip fractions and size of the advantage."""
     return {
         COMPUTED: token_mean(mx.ones_like(mask), mask, totals),
-        "policy/ratio_mean": token_mean(surrogate.ratio, mask, totals),
-        "policy/ratio_max": largest(surrogate.ratio, mask),
-        "policy/old_kl": token_mean(-log_ratio(new, old, mask), mask, totals),
-        "policy/clip_low": token_mean(surrogate.low.astype(mx.float32), mask, totals),
-        "policy/clip_high": token_mean(surrogate.high.astype(mx.float32), mask, totals),
-        "policy/adv_abs": token_mean(mx.abs(advantages), mask, totals),
+        "ratio/mean": token_mean(surrogate.ratio, mask, totals),
+        "ratio/max": largest(surrogate.ratio, mask),
+        "ppo_kl": token_mean(-log_ratio(new, old, mask), mask, totals),
+        "clip_ratio/low_mean": token_mean(surrogate.low.astype(mx.float32), mask, totals),
+        "clip_ratio/high_mean": token_mean(surrogate.high.astype(mx.float32), mask, totals),
+        "advantages/abs_mean": token_mean(mx.abs(advantages), mask, totals),
     }
 
 
@@ -52,26 +52,26 @@ def of_mismatch(old: PerToken, sampler: PerToken, mask: PerToken, totals: Totals
     gap = mx.stop_gradient(log_ratio(old, sampler, mask))
     weight = importance(old, sampler, mask)
     return {
-        "mismatch/abs": token_mean(mx.abs(gap), mask, totals),
-        "mismatch/k3": token_mean(k3(-clamp(gap, SAFE)), mask, totals),
-        "mismatch/weight": token_mean(weight, mask, totals),
-        "mismatch/weight_square": token_mean(weight * weight, mask, totals),
-        "mismatch/ratio_max": largest(weight, mask),
+        "sampling/sampling_logp_difference/mean": token_mean(mx.abs(gap), mask, totals),
+        "sampling/kl": token_mean(k3(-clamp(gap, SAFE)), mask, totals),
+        "sampling/importance_sampling_ratio/mean": token_mean(weight, mask, totals),
+        "sampling/importance_sampling_ratio/square": token_mean(weight * weight, mask, totals),
+        "sampling/importance_sampling_ratio/max": largest(weight, mask),
     }
 
 
 def finish(combined: Mapping[str, Any]) -> dict[str, float]:
-    """The combined metrics of a step to what is shown: means over computed tokens, and `mismatch/ess` in (0, 1].
+    """The combined metrics of a step to what is shown: means over computed tokens, and `sampling/ess` in (0, 1].
 
     ess = mean(w)^2 / mean(w^2), w = old/sampler: 1 where trainer and sampler agree (Kish). The loss, the clip
-    fractions and the size of the advantage stay means over all tokens of the step; without `policy/computed`, as of an
+    fractions and the size of the advantage stay means over all tokens of the step; without `computed`, as of an
     algorithm of one's own, everything stays as it is.
     """
     out = {name: float(value) for name, value in combined.items()}
     share = out.pop(COMPUTED, 1.0)
     for name in out.keys() - OVER_THE_STEP:
         out[name] = out[name] / share if share > 0 else 0.0
-    weight, square = out.pop("mismatch/weight", 0.0), out.pop("mismatch/weight_square", 0.0)
+    square = out.pop("sampling/importance_sampling_ratio/square", 0.0)
     if square > 0:
-        out["mismatch/ess"] = min(weight * weight / square, 1.0)
+        out["sampling/ess"] = min(out["sampling/importance_sampling_ratio/mean"] ** 2 / square, 1.0)
     return out

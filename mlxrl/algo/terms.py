@@ -53,7 +53,7 @@ class Weighted(Term):
         raise NotImplementedError
 
     def metrics(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> Metrics:
-        mean, coefficient = (f"policy/{name}" for name in self.reports)
+        mean, coefficient = self.reports
         share = token_mean(mx.ones_like(batch.mask), batch.mask, totals)
         return {mean: token_mean(self.gap(new, batch), batch.mask, totals), coefficient: self.coefficient * share}
 
@@ -75,7 +75,7 @@ class KL(ReferenceTerm):
     k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x,  x = new - reference   (GRPO, arXiv 2402.03300 eq. 4; Schulman, 2020)
     """
 
-    reports: ClassVar[tuple[str, str]] = ("kl", "kl_coefficient")
+    reports: ClassVar[tuple[str, str]] = ("kl", "kl/coefficient")
     estimator: Annotated[Estimator, says("'k1', 'abs', 'k2' or 'k3'")] = "k3"
     straight: Annotated[Estimator | None, says("the estimator whose gradient is taken; left out, the same")] = None
     log_ratio_clamp: Annotated[Interval | None, says("bounds of x")] = SAFE
@@ -99,7 +99,7 @@ class KLReward(ReferenceTerm):
     A_t += -c sum_{s>=t} gamma^(s-t) (old - reference)_s   (OpenRLHF)
     """
 
-    reports: ClassVar[tuple[str, str]] = ("kl", "kl_reward_coefficient")
+    reports: ClassVar[tuple[str, str]] = ("kl", "kl_reward/coefficient")
     gamma: Annotated[Share, says("discount of later tokens")] = 1.0
 
     def advantage(self, new: Logprobs, batch: MicroBatch) -> mx.array:
@@ -112,7 +112,7 @@ class Entropy(Weighted):
     """Entropy bonus: c sum_v p_v log p_v of the policy at every token (A3C, arXiv 1602.01783)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
-    reports: ClassVar[tuple[str, str]] = ("entropy", "entropy_coefficient")
+    reports: ClassVar[tuple[str, str]] = ("entropy", "entropy/coefficient")
 
     def gap(self, new: Logprobs, batch: MicroBatch) -> mx.array:
         return there(new.entropy)
@@ -178,7 +178,7 @@ class TeacherTerm(Weighted):
     """What is learned from a teacher, on the student's own samples; new - teacher of sampled tokens is reported."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"teacher"})
-    reports: ClassVar[tuple[str, str]] = ("teacher_kl", "teacher_coefficient")
+    reports: ClassVar[tuple[str, str]] = ("teacher/kl", "teacher/coefficient")
     coefficient: Annotated[Coefficient, says("factor of the term")] = 1.0
 
     def gap(self, new: Logprobs, batch: MicroBatch) -> mx.array:

@@ -173,8 +173,8 @@ class Run:
         for step in compose.steps(self.settings, policy, self.training, optimizer, self.teacher):
             done = step.index + 1
             self.folder.metrics(done, step.metrics)
-            if not step.metrics["policy/updates"] and not step.metrics["policy/skipped"]:
-                drawn = {name: step.metrics[name] for name in ("groups/total", "groups/kept", "rollout/draws")}
+            if not step.metrics["updates"] and not step.metrics["updates/skipped"]:
+                drawn = {name: step.metrics[name] for name in ("groups/sampled", "groups/used", "rollout/rounds")}
                 self.folder.event("no signal", step=done, **drawn)
             self.folder.samples(done, step.groups)
             self.console.step(step)

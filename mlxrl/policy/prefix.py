@@ -110,3 +110,27 @@ def _fork(cache: Any, rows: int) -> Any:
     if cache.keys is not None:
         forked.state = tile(cache.keys), tile(cache.values)
     return forked
+
+
+def by_prefix(micro_batches: Sequence[MicroBatch], sharing: bool = True) -> Iterator[list[MicroBatch]]:
+    """Neighbours that carry the same prefix together, others alone; all alone where the model cannot share."""
+    together: list[MicroBatch] = []
+    for micro_batch in micro_batches:
+        same = sharing and micro_batch.prefix_id is not None
+        if together and not (same and micro_batch.prefix_id == together[-1].prefix_id):
+            yield together
+            together = []
+        together.append(micro_batch)
+    if together:
+        yield together
+
+
+def with_prefix_runs(
+    policy: Policy, micro_batches: Sequence[MicroBatch]
+) -> Iterator[tuple[MicroBatch, PrefixRun | None]]:
+    """Each micro-batch and the run of its prefix, for passes without gradient: neighbours that carry one share it."""
+    for together in by_prefix(micro_batches, policy.shares_prefix):
+        shared = policy.shares_prefix and together[0].prefix.size
+        run = run_prefix(policy, together[0].prefix).evaluated() if shared else None
+        for micro_batch in together:
+            yield micro_batch, run

@@ -112,7 +112,7 @@ class Console:
         shown = row(step.metrics, step.index + 1, self._steps, self._rewards, self._unicode)
         if len(self._rewards) % HEADING_EVERY == 0:
             self._say(HEADING + ("     left" if self._plain else ""), "dim")
-        self._rewards.append(float(step.metrics.get("reward/mean", math.nan)))
+        self._rewards.append(float(step.metrics.get("reward", math.nan)))
         self._row(shown, self._left(step.index + 1))
         for warning in shown.warnings:
             self._say(f"  step {step.index + 1}: {warning}", "yellow")

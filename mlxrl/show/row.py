@@ -41,11 +41,11 @@ def row(metrics: Mapping[str, Any], done: int, steps: int, rewards: Sequence[flo
     def value(name: str, form: str) -> str:
         return number(float(metrics.get(name, math.nan)), form)
 
-    reward = float(metrics.get("reward/mean", math.nan))
+    reward = float(metrics.get("reward", math.nan))
     found = direction(reward, rewards)
-    silent = f"{value('groups/silent', '.0f')}/{value('groups/total', '.0f')}"
+    silent = f"{value('groups/zero_variance', '.0f')}/{value('groups/sampled', '.0f')}"
     after = (
-        f"{silent:>7}{value('length/mean', '.1f'):>8}{value('length/truncated', '.0%'):>5}"
+        f"{silent:>7}{value('completions/mean_length', '.1f'):>8}{value('completions/clipped_ratio', '.0%'):>5}"
         f"{value('rollout/tokens_per_second', '.0f'):>9}{value('seconds/rollout', '.2f'):>7} s"
         f"{value('seconds/update', '.2f'):>7} s{size(float(metrics.get('memory/peak', math.nan))):>9}"
     )
@@ -65,7 +65,7 @@ def direction(reward: float, rewards: Sequence[float]) -> str:
 
 
 def _warnings(metrics: Mapping[str, Any]) -> tuple[str, ...]:
-    failed, skipped = metrics.get("reward/failed", 0), metrics.get("policy/skipped", 0)
+    failed, skipped = metrics.get("rewards/unscored", 0), metrics.get("updates/skipped", 0)
     found: list[str] = []
     if errors := metrics.get("episodes/errors", 0):
         reason = shorten(safe(str(metrics.get("episodes/error"))), ERROR_WIDTH)
@@ -75,13 +75,13 @@ def _warnings(metrics: Mapping[str, Any]) -> tuple[str, ...]:
         found.append(f"{unclosed:.0f} environments could not be closed, the first: {reason}")
     if context := metrics.get("rollout/context"):
         found.append(f"nothing was sampled: the prompt fills the context of {context:.0f} tokens")
-    if cut := metrics.get("policy/cut_tokens"):
+    if cut := metrics.get("sequences/dropped_tokens"):
         found.append(f"{cut:.0f} sampled tokens lie behind train.max_tokens_per_row and were not trained on")
     if failed:
         found.append(f"{failed:.0f} completions could not be scored and are left out")
     if skipped:
         found.append("loss or gradient was not finite; the update was skipped")
-    elif metrics.get("policy/updates") == 0:
-        drawn, draws = metrics["groups/total"], metrics["rollout/draws"]
+    elif metrics.get("updates") == 0:
+        drawn, draws = metrics["groups/sampled"], metrics["rollout/rounds"]
         found.append(f"none of {drawn:.0f} groups has a signal, draws: {draws:.0f}; nothing was updated")
     return tuple(found)

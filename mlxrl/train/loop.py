@@ -1,297 +1,247 @@
-"""The loop: roll out, score, update, as an iterator of steps."""
+"""The loop: sample, score, update, as an iterator of steps."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
-import numpy as np
 
+from mlxrl.algo import shaping
 from mlxrl.algo.algorithm import at_step, num_top
 from mlxrl.algo.echo import without_special_ids
-from mlxrl.data import cycle
+from mlxrl.data import indices_of
+from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
-from mlxrl.rewards import Rewards, require_scores, rewards_of, score
-from mlxrl.rewards.scoring import RewardLike
-from mlxrl.rollout.episodes import refuse_limits, rollout
-from mlxrl.rollout.play import Limits
-from mlxrl.rollout.prefill import context_of
-from mlxrl.rollout.worlds import Factory, earns
-from mlxrl.settings import Sampling
-from mlxrl.train.draw import Drawn, draw, draw_key, further_tasks
-from mlxrl.train.episodes import of_episodes
-from mlxrl.train.optimizer import optimizer as make_optimizer
-from mlxrl.train.pack import pack
-from mlxrl.train.parts import parts as dealt
-from mlxrl.train.step import averaged, fill, update
-from mlxrl.train.teacher import Teacher, teacher_of
-from mlxrl.types import Algorithm, Batch, Group, Metrics, Task
+from mlxrl.rewards.scoring import RewardLike, Rewards, require_scores, rewards_of, score
+from mlxrl.rollout.environment import Factory, gives_rewards
+from mlxrl.rollout.sample import context_of, require_finite, sample
+from mlxrl.settings import EpisodeLimits, Optimizer, Reward, Rollout, Sampling, Train
+from mlxrl.train.batch import make_batch
+from mlxrl.train.metrics import Clock, averaged, describe, warnings_of
+from mlxrl.train.minibatches import minibatches
+from mlxrl.train.optimizer import make_optimizer
+from mlxrl.train.resample import Resampled, further_tasks, resample, round_key
+from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of
+from mlxrl.train.update import complete, optimizer_step
+from mlxrl.types import Algorithm, Group, Metrics, Task
 
 SKIPS = 3
-Shape = Callable[[Sequence[Group]], Sequence[Group]]
+"""Updates in a row that may not be finite."""
 
 
-class Diverged(ValueError):
-    """Several updates in a row were not finite."""
+class Diverged(UserError):
+    """The model's logits, or several updates in a row, were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step did: its number from 0, its metrics, and the scored groups it learned from."""
+    """What a step did: its number from 0, its metrics, the scored groups it learned from, and what went wrong.
+
+    sampled: all groups that were sampled for it, where resampling left some out.
+    """
 
     index: int
     metrics: Metrics
     groups: tuple[Group, ...]
+    sampled: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", {**describe(self.groups), **self.metrics})
+        object.__setattr__(self, "metrics", {**describe(self.sampled or self.groups), **self.metrics})
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What did not go well, a line each."""
+        return warnings_of(self.metrics, [one for group in self.sampled or self.groups for one in group])
 
     def __str__(self) -> str:
-        rate = self.metrics.get("rollout/tokens_per_second")
+        metrics, rate = self.metrics, self.metrics.get("rollout/tokens_per_second")
         parts = [
             f"step {self.index}",
-            f"reward {self.metrics['reward/mean']:.3f}",
-            f"silent groups {self.metrics['groups/silent']:.0f} of {self.metrics['groups/total']:.0f}",
-            f"length {self.metrics['length/mean']:.1f}",
-            f"truncated {self.metrics['length/truncated']:.0%}",
+            f"reward {metrics['reward']:.3f}",
+            f"zero-variance groups {metrics['groups/zero_variance']:.0f} of {metrics['groups/sampled']:.0f}",
+            f"length {metrics['completions/mean_length']:.1f}",
+            f"truncated {metrics['completions/clipped_ratio']:.0%}",
         ]
         return "  ".join([*parts, f"{rate:.0f} tokens/s"] if rate is not None else parts)
 
 
-def describe(groups: Sequence[Group]) -> Metrics:
-    """Reward, length and signal of groups; `silent` groups are those whose rewards are all equal."""
-    trajectories = [trajectory for group in groups for trajectory in group]
-    rewards = np.array([trajectory.reward for trajectory in trajectories])
-    scored = rewards[np.isfinite(rewards)]
-    lengths = [trajectory.length for trajectory in trajectories]
-    return {
-        "reward/mean": float(scored.mean()) if scored.size else math.nan,
-        "reward/std": float(scored.std()) if scored.size else math.nan,
-        "reward/failed": float(sum(bool(t.rewards) and not math.isfinite(t.reward) for t in trajectories)),
-        "groups/total": float(len(groups)),
-        "groups/silent": float(sum(_silent(group) for group in groups)),
-        "length/mean": float(np.mean(lengths)) if lengths else 0.0,
-        "length/truncated": float(np.mean([t.stop == "length" for t in trajectories])) if trajectories else 0.0,
-        "rollout/tokens": float(sum(lengths)),
-        **of_episodes(trajectories),
-    }
+@dataclass(slots=True)
+class RunState:
+    """What lives from step to step besides the policy's adapters: all that a checkpoint holds.
+
+    step: of the run, the next to be taken; skipped: updates in a row, up to now, that were not finite.
+    """
+
+    optimizer: optim.Optimizer
+    step: int = 0
+    skipped: int = 0
 
 
-def _silent(group: Group) -> bool:
-    """Whether a group that has been scored has no two different rewards."""
-    rewards = [trajectory.reward for trajectory in group if math.isfinite(trajectory.reward)]
-    scored = bool(rewards) or any(trajectory.rewards for trajectory in group)
-    return scored and (not rewards or min(rewards) == max(rewards))
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What every step of a run does, found once from the arguments of `run`."""
+
+    policy: Policy
+    tasks: Sequence[Task]
+    algorithm: Algorithm
+    rewards: Rewards
+    shaping: Reward
+    environment: Factory | None
+    teacher: Teacher | None
+    rollout: Rollout
+    sampling: Sampling
+    limits: EpisodeLimits
+    train: Train
+    max_grad_norm: float
+    seed: int
 
 
-def train(
+def run(
     policy: Policy,
     tasks: Sequence[Task],
-    algo: Algorithm,
+    algorithm: Algorithm,
     *,
     reward: RewardLike = None,
-    steps: int,
-    tasks_per_step: int = 4,
-    group_size: int = 8,
-    sampling: Sampling = Sampling(),
-    optimizer: optim.Optimizer | None = None,
-    seed: int = 0,
-    shape: Shape | None = None,
-    max_draws: int = 1,
-    teacher: Policy | Teacher | Literal["base"] | None = None,
-    hint: str | None = None,
-    max_rows: int = 32,
-    thinking: bool | None = None,
-    tokens_per_pass: int | None = None,
-    max_tokens_per_row: int | None = None,
-    recompute: bool = False,
-    updates_per_rollout: int = 1,
-    minibatches: int = 1,
-    max_grad_norm: float = 1.0,
-    start: int = 0,
     environment: Factory | None = None,
-    **limits: Unpack[Limits],
+    teacher: TeacherLike = None,
+    steps: int,
+    rollout: Rollout = Rollout(),
+    sampling: Sampling = Sampling(),
+    limits: EpisodeLimits = EpisodeLimits(),
+    train: Train = Train(),
+    optimizer: Optimizer | optim.Optimizer = Optimizer(),
+    seed: int = 0,
+    state: RunState | None = None,
 ) -> Iterator[Step]:
-    """Train from step `start` to `steps`. Everything random is a function of (seed, step), so a run can be resumed.
+    """Train to step `steps`. Everything random is a function of (seed, step), so a run can be continued.
 
     Args:
-        reward: a function of TRL's shape, several, or `settings.Reward`; None where a teacher alone teaches, or an
-            environment gives the rewards.
-        optimizer: AdamW at a constant 1e-5 where none is given.
-        shape: what is made of the scored groups before they are credited, as `algo.shaping.shape_overlong`.
-        max_draws: how often a step may draw tasks. With more than one, groups whose rewards are all equal are left
-            out and further tasks are asked in their place; see `draw.draw`.
-        teacher, hint, recompute: see `update`. tokens_per_pass, max_tokens_per_row: see `pack`.
-        updates_per_rollout, minibatches: how often a step goes through its groups, and in how many optimizer steps each
-            time, for which they are dealt anew. Old log-probs are computed once, before the first of several.
-        environment, limits: see `rollout`.
+        reward: a function of TRL's signature, several, or `Reward(functions=..., weights=..., overlong_buffer=...)`;
+            None where a teacher alone teaches, or the environment gives the rewards.
+        environment: makes the environment of an episode; see `sample`.
+        teacher: see `update`.
+        optimizer: settings, or an optimizer of MLX's.
+        state: of a run that is continued; its optimizer is taken, and steps are counted from its step on.
     Raises:
+        UserError: an argument is wrong or without effect; raised by the call itself.
         Diverged: three updates in a row were not finite.
     """
-    optimizer = optimizer or make_optimizer(learning_rate=1e-5)
-    rewards = rewards_of(reward)
-    refuse_limits(train, environment, limits)
-    _refuse(algo, [*rewards.functions, *([environment] if earns(environment) else [])], shape, max_draws)
-    judge = teacher_of(policy, algo, teacher, hint, thinking)
-    algo = without_special_ids(algo, policy.tokenizer.all_special_ids)
-    if environment is not None and judge is not None and judge.hint is not None:
-        raise ValueError("train: hint: an environment says what is asked; leave the hint out")
-    asking = Asking(policy, group_size, _keeping(sampling, algo), max_rows, thinking, rewards, environment, limits)
-    sizes = {"tokens_per_pass": tokens_per_pass, "max_tokens_per_row": max_tokens_per_row}
-    options: dict[str, Any] = {"teacher": judge, "max_grad_norm": max_grad_norm, "recompute": recompute}
-    learning = Learning(policy, optimizer, judge, updates_per_rollout, minibatches, sizes, options)
-    for index, todo in zip(range(start, steps), cycle(tasks, tasks_per_step, seed=seed, start=start), strict=False):
-        mx.reset_peak_memory()
-        clock, more = Clock(), further_tasks(tasks, todo, seed, index)
-        drawn = draw(partial(asking.groups, clock, seed, index), todo, more, max_draws)
-        groups = tuple(drawn.groups if shape is None else shape(drawn.groups))
-        found = learning.from_(groups, at_step(algo, index), index, f"{seed}:{index}")
-        clock.lap("update")
-        costs = {**_costs(clock, drawn.asked), **_filled(policy, drawn.asked)}
-        yield Step(index, {**_drawn(drawn), **averaged(found), **costs}, groups)
+    rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
+    _refuse(algorithm, bool(rewards.functions) or gives_rewards(environment), shaped, rollout)
+    if rollout.tasks_per_step > len(tasks):
+        why = f"wanted at most the {len(tasks)} tasks there are, got {rollout.tasks_per_step}"
+        raise UserError("rollout", "tasks_per_step", why)
+    found = teacher_of(policy, algorithm, teacher)
+    if environment is not None and found is not None and found.hint is not None:
+        raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")
+    algorithm = without_special_ids(algorithm, policy.tokenizer.all_special_ids)
+    sampling = replace(sampling, num_top=max(sampling.num_top, num_top(algorithm)))
+    norm = optimizer.max_grad_norm if isinstance(optimizer, Optimizer) else Optimizer().max_grad_norm
+    if isinstance(optimizer, Optimizer):
+        optimizer = make_optimizer(optimizer, steps, train.updates_per_rollout * train.minibatches)
+    training = Training(
+        policy, tasks, algorithm, rewards, shaped, environment, found, rollout, sampling, limits, train, norm, seed
+    )
+    return _steps(training, steps, state or RunState(optimizer))
 
 
-def _refuse(algo: Algorithm, functions: Sequence[Any], shape: Shape | None, max_draws: int) -> None:
-    """ValueError for rewards that would have no effect, or would be missing."""
-    if "reward" in algo.needs:
-        if not functions:
-            raise ValueError(f"train: reward: {algo.name} learns from rewards; wanted at least one function, got none")
+def _refuse(algorithm: Algorithm, rewarded: bool, shaped: Reward, rollout: Rollout) -> None:
+    """UserError for rewards that would have no effect, or would be missing."""
+    if "reward" in algorithm.needs and not rewarded:
+        why = f"{algorithm.name} learns from rewards; wanted at least one function, got none"
+        raise UserError("run", "reward", why)
+    if "reward" in algorithm.needs:
         return
-    for name, given in (("shape", shape is not None), ("max_draws", max_draws > 1)):
-        if given:
-            raise ValueError(f"train: {name} has no effect, because {algo.name} does not look at rewards")
+    given = {"overlong_buffer": shaped.overlong_buffer, "length_penalty": shaped.length_penalty}
+    for name, value in {**given, "resampling_rounds": rollout.resampling_rounds}.items():
+        if value:
+            raise UserError("run", f"{name} has no effect, because {algorithm.name} does not use rewards")
 
 
-def _keeping(sampling: Sampling, algo: Algorithm) -> Sampling:
-    """The sampling that keeps as many candidates as the algorithm compares."""
-    return replace(sampling, num_top=max(sampling.num_top, num_top(algo)))
+def _steps(training: Training, steps: int, state: RunState) -> Iterator[Step]:
+    """The algorithm box: sample, score, credit, update."""
+    rollout, seed = training.rollout, training.seed
+    for index in range(state.step, steps):
+        mx.reset_peak_memory()
+        clock = Clock()
+        own = indices_of(len(training.tasks), rollout.tasks_per_step, seed, index)
+        further = further_tasks(training.tasks, own, seed, index)
+        collect = partial(_collect, training, clock, index)
+        found = resample(collect, [training.tasks[i] for i in own], further, rollout.resampling_rounds)
+        groups = _shaped(found.groups, training.shaping, training.sampling.max_tokens)
+        metrics = averaged(list(_updates(training, state, groups, index)))
+        state.step = index + 1
+        clock.lap("update")
+        metrics |= _of_step(training, clock, found, groups)
+        yield Step(index, metrics, groups, found.sampled)
 
 
-@dataclass(frozen=True, slots=True)
-class Learning:
-    """How scored groups become updates. sizes: of `pack`; options: of `update`."""
-
-    policy: Policy
-    optimizer: optim.Optimizer
-    judge: Teacher | None
-    epochs: int
-    minibatches: int
-    sizes: Mapping[str, int | None]
-    options: Mapping[str, Any]
-    patience: Patience = field(default_factory=lambda: Patience())
-
-    def from_(self, groups: Sequence[Group], algo: Algorithm, index: int, key: str) -> list[Metrics]:
-        """Make the updates of a step; returns the metrics of each."""
-        if not groups:
-            return []
-        parts = self._updates(pack(groups, algo, **self.sizes), algo, key)
-        return [
-            self.patience.with_(update(self.policy, self.optimizer, part, algo, **self.options), index)
-            for part in parts
-        ]
-
-    def _updates(self, batch: Batch, algo: Algorithm, key: str) -> Iterator[Batch]:
-        """The batch of every optimizer step. Before several, what they compare with is computed."""
-        if self.epochs * min(self.minibatches, len(batch.groups)) > 1:
-            batch = fill(self.policy, batch, algo.needs | {"old"}, teacher=self.judge, algo=algo)
-        for epoch in range(self.epochs):
-            yield from dealt(batch, self.minibatches, f"{key}:{epoch}")
+def _collect(training: Training, clock: Clock, index: int, tasks: Sequence[Task], number: int) -> Sequence[Group]:
+    """The groups of a round of a step, scored where there is a reward."""
+    groups = sample(
+        training.policy, tasks, group_size=training.rollout.group_size, sampling=training.sampling,
+        key=round_key(training.seed, index, number), max_rows=training.rollout.max_rows,
+        environment=training.environment, limits=training.limits,
+    )  # fmt: skip
+    clock.lap("rollout")
+    require_finite(groups, f"step {index}")
+    if training.rewards.functions or training.environment is not None:
+        groups = require_scores(score(groups, training.rewards))
+    clock.lap("reward")
+    return groups
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """How tasks become scored groups."""
-
-    policy: Policy
-    group_size: int
-    sampling: Sampling
-    max_rows: int
-    thinking: bool | None
-    rewards: Rewards
-    environment: Factory | None = None
-    limits: Limits = field(default_factory=Limits)
-
-    def groups(self, clock: Clock, seed: int, step: int, tasks: Sequence[Task], number: int) -> Sequence[Group]:
-        """The attempts at the tasks of a step's draw, scored where there is a reward."""
-        groups = rollout(
-            self.policy, tasks, group_size=self.group_size, sampling=self.sampling, key=draw_key(seed, step, number),
-            max_rows=self.max_rows, thinking=self.thinking, environment=self.environment, **self.limits,
-        )  # fmt: skip
-        clock.lap("rollout")
-        require_finite(groups, f"step {step}")
-        if self.rewards.functions or self.environment is not None:
-            groups = require_scores(score(groups, self.rewards))
-        clock.lap("reward")
-        return groups
+def _shaped(groups: Sequence[Group], reward: Reward, max_tokens: int) -> tuple[Group, ...]:
+    """The groups with what the settings take off their rewards."""
+    if reward.overlong_buffer:
+        options = (reward.overlong_buffer, reward.overlong_factor, reward.overlong_cap)
+        groups = shaping.shape_overlong(groups, max_tokens, *options)
+    if reward.length_penalty:
+        groups = shaping.shape_length(groups, reward.length_penalty)
+    return tuple(groups)
 
 
-def require_finite(groups: Sequence[Group], where: str) -> None:
-    """Diverged where the model had no finite logits in any row."""
-    stops = [trajectory.stop for group in groups for trajectory in group if not trajectory.error]
-    if stops and all(stop == "error" for stop in stops):
-        raise Diverged(
-            f"{where}: the model's logits were not finite in any of {len(stops)} rows; lower "
-            "optimizer.learning_rate, or look at the model's weights"
-        )
-
-
-class Patience:
-    """How many updates in a row were not finite."""
-
-    def __init__(self) -> None:
-        self._skips = 0
-
-    def with_(self, metrics: Metrics, index: int) -> Metrics:
-        """The metrics of an update; Diverged where it was one too many."""
-        self._skips = self._skips + 1 if metrics["policy/skipped"] else 0
-        if self._skips >= SKIPS:
-            raise Diverged(
-                f"step {index}: loss or gradient was not finite in {SKIPS} updates in a row; weights are those before "
-                "them. Lower optimizer.learning_rate, or look at the rewards in samples.jsonl"
+def _updates(training: Training, state: RunState, groups: Sequence[Group], index: int) -> Iterator[Metrics]:
+    """Make the optimizer steps of a step. Before several, what they compare with is computed."""
+    if not groups:
+        return
+    policy, train, teacher = training.policy, training.train, training.teacher
+    algorithm = at_step(training.algorithm, index)
+    batch = make_batch(groups, algorithm, train)
+    if train.updates_per_rollout * min(train.minibatches, len(groups)) > 1:
+        batch = complete(policy, batch, algorithm, algorithm.needs | {"old"}, teacher)
+    for epoch in range(train.updates_per_rollout):
+        for part in minibatches(batch, train.minibatches, f"{training.seed}:{index}:{epoch}"):
+            metrics = optimizer_step(
+                policy, state.optimizer, part, algorithm, teacher, training.max_grad_norm, train.recompute
             )
-        return metrics
+            state.skipped = state.skipped + 1 if metrics["updates/skipped"] else 0
+            if state.skipped >= SKIPS:
+                raise Diverged(
+                    f"step {index}: loss or gradient was not finite in {SKIPS} updates in a row; weights are those "
+                    "before them. Lower optimizer.learning_rate, or look at the rewards in samples.jsonl"
+                )
+            yield metrics
 
 
-class Clock:
-    """Seconds of the parts of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since = time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        """Add the time since the last lap to a part."""
-        now = time.perf_counter()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
-        self._since = now
-
-
-def _drawn(drawn: Drawn) -> Metrics:
-    """Of all that was asked, so that the reward is that of the policy and not of a selection."""
-    return {
-        **describe(drawn.asked),
-        "groups/kept": float(len(drawn.groups)),
-        "rollout/draws": float(drawn.draws),
-    }
-
-
-def _filled(policy: Policy, groups: Sequence[Group]) -> Metrics:
-    """rollout/context: the tokens of the model's context, where prompts fill it and nothing could be sampled."""
-    context, rows = context_of(policy.model), [trajectory for group in groups for trajectory in group]
-    full = any(row.stop == "length" for row in rows) and not any(row.length for row in rows)
-    return {"rollout/context": float(context)} if full and context is not None else {}
-
-
-def _costs(clock: Clock, groups: Sequence[Group]) -> Metrics:
-    tokens = sum(trajectory.length for group in groups for trajectory in group)
-    return {
+def _of_step(training: Training, clock: Clock, found: Resampled, groups: Sequence[Group]) -> Metrics:
+    """What a step cost, and what was made of what it sampled."""
+    trajectories = [one for group in found.sampled for one in group]
+    tokens = sum(one.length for one in trajectories)
+    metrics: dict[str, Any] = {
+        "groups/used": float(len(groups)),
+        "rollout/rounds": float(found.rounds),
         **{f"seconds/{part}": seconds for part, seconds in clock.seconds.items()},
         "rollout/tokens_per_second": tokens / max(clock.seconds["rollout"], 1e-9),
         "memory/peak": float(mx.get_peak_memory()),
     }
+    if groups and groups != found.groups:
+        metrics["reward/shaped"] = describe(groups)["reward"]
+    context = context_of(training.policy.model)
+    if context is not None and tokens == 0 and any(one.stop == "length" for one in trajectories):
+        metrics["rollout/context"] = float(context)
+    return metrics

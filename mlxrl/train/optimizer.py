@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name, all of them MLX's own."""
+"""MLX's optimizers and learning-rate schedules, made of settings."""
 
 from __future__ import annotations
 
@@ -8,58 +8,39 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 
-NAMES = ("adamw", "adam", "sgd", "lion")
-SCHEDULES = ("constant", "linear", "cosine")
+from mlxrl.settings import Optimizer
 
 
-def schedule(
-    name: str, learning_rate: float, steps: int, warmup_steps: int = 0
-) -> float | Callable[[mx.array], mx.array]:
+def schedule(settings: Optimizer, steps: int, warmup: int) -> float | Callable[[mx.array], mx.array]:
     """A learning rate over optimizer steps: a linear warm-up from 0, then constant, or down to 0 at `steps`.
 
     The first step of a warm-up of n already moves: its rate is learning_rate / (n + 1).
     """
-    falling = max(steps - warmup_steps, 1)
-    if name == "constant":
-        rate: Any = optim.linear_schedule(learning_rate, learning_rate, 1)
-    elif name == "linear":
-        rate = optim.linear_schedule(learning_rate, 0.0, falling)
-    elif name == "cosine":
-        rate = optim.cosine_decay(learning_rate, falling)
-    else:
-        raise ValueError(f"optimizer: schedule: wanted one of {', '.join(SCHEDULES)}, got {name!r}")
-    if name == "constant" and not warmup_steps:
-        return learning_rate
-    if not warmup_steps:
+    rate, falling = settings.learning_rate, max(steps - warmup, 1)
+    if settings.schedule == "constant" and not warmup:
         return rate
-    warmup = optim.linear_schedule(learning_rate / (warmup_steps + 1), learning_rate, warmup_steps)
-    return optim.join_schedules([warmup, rate], [warmup_steps])
+    after: Any = {
+        "constant": optim.linear_schedule(rate, rate, 1),
+        "linear": optim.linear_schedule(rate, 0.0, falling),
+        "cosine": optim.cosine_decay(rate, falling),
+    }[settings.schedule]
+    if not warmup:
+        return after
+    return optim.join_schedules([optim.linear_schedule(rate / (warmup + 1), rate, warmup), after], [warmup])
 
 
-def optimizer(
-    name: str = "adamw",
-    learning_rate: float = 1e-5,
-    *,
-    schedule_name: str = "constant",
-    warmup_steps: int = 0,
-    steps: int = 1,
-    weight_decay: float = 0.0,
-    betas: tuple[float, float] | None = None,
-) -> optim.Optimizer:
-    """An optimizer of MLX. Adam's moments are bias-corrected, which MLX leaves out unless asked.
+def make_optimizer(settings: Optimizer, steps: int = 1, updates_per_step: int = 1) -> optim.Optimizer:
+    """MLX's optimizer. Adam's moments are bias-corrected, which MLX leaves out unless asked.
 
     Args:
-        steps: optimizer steps of the whole run, where a schedule ends.
-        betas: of the moments; None for (0.9, 0.999), and (0.9, 0.99) for lion.
+        steps: of the run, where a schedule ends; updates_per_step: optimizer steps of each, with which it moves on.
     """
-    moments = list(betas or ((0.9, 0.99) if name == "lion" else (0.9, 0.999)))
-    rate = schedule(schedule_name, learning_rate, steps, warmup_steps)
-    if name == "adamw":
-        return optim.AdamW(rate, betas=moments, weight_decay=weight_decay, bias_correction=True)
-    if name == "adam":
+    moments = list(settings.betas or ((0.9, 0.99) if settings.name == "lion" else (0.9, 0.999)))
+    rate = schedule(settings, steps * updates_per_step, settings.warmup_steps * updates_per_step)
+    if settings.name == "adamw":
+        return optim.AdamW(rate, betas=moments, weight_decay=settings.weight_decay, bias_correction=True)
+    if settings.name == "adam":
         return optim.Adam(rate, betas=moments, bias_correction=True)
-    if name == "sgd":
-        return optim.SGD(rate, weight_decay=weight_decay)
-    if name == "lion":
-        return optim.Lion(rate, betas=moments, weight_decay=weight_decay)
-    raise ValueError(f"optimizer: name: wanted one of {', '.join(NAMES)}, got {name!r}")
+    if settings.name == "sgd":
+        return optim.SGD(rate, weight_decay=settings.weight_decay)
+    return optim.Lion(rate, betas=moments, weight_decay=settings.weight_decay)

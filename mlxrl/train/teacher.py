@@ -1,130 +1,122 @@
-"""A teacher: who judges the student's own tokens, and under which prompt."""
+"""A teacher: a model that scores the student's own tokens, under the student's prompt or one with a hint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
+from mlxrl.algo.algorithm import comparison_of
+from mlxrl.errors import UserError, brief
 from mlxrl.policy.logprobs import hidden_at, logprobs, top_k
 from mlxrl.policy.modes import scoring
 from mlxrl.policy.policy import Policy
-from mlxrl.policy.prefix import PrefixRun
+from mlxrl.policy.prefix import PrefixRun, with_prefix_runs
 from mlxrl.rollout.render import render
-from mlxrl.train.pack import micro_batch as packed
-from mlxrl.train.rows import first_chosen, row_of, with_prompt
-from mlxrl.train.units import with_prefix_runs
+from mlxrl.train.batch import micro_batch as batched
+from mlxrl.train.sequences import sequence_of, up_to_sampled, with_prompt
 from mlxrl.types import Algorithm, Comparison, Group, MicroBatch, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """A model that is forced on the student's token ids.
+    """A model that is teacher-forced on the student's token ids.
 
-    policy: its model, which may be the student's. base: without its adapters. hint: the column of a task that is put
-    behind its prompt, for the teacher alone. thinking: of the hinted prompt, as in `rollout`.
+    policy: its model, None for the student's own. base: without its adapters. hint: the column of a task that is put
+    after its prompt for the teacher alone. thinking: the thinking switch of the hinted prompt.
     """
 
-    policy: Policy
+    policy: Policy | None = None
     base: bool = False
     hint: str | None = None
     thinking: bool | None = None
 
+    @property
+    def model(self) -> Policy:
+        """The policy of a teacher that `teacher_of` has found."""
+        assert self.policy is not None
+        return self.policy
 
-def teacher_of(
-    student: Policy,
-    algo: Algorithm,
-    teacher: Policy | Teacher | Literal["base"] | None,
-    hint: str | None = None,
-    thinking: bool | None = None,
-) -> Teacher | None:
-    """The teacher that is meant, None for an algorithm that needs none.
+
+TeacherLike: TypeAlias = Policy | Teacher | Literal["base"] | None
+
+
+def teacher_of(student: Policy, algorithm: Algorithm, given: TeacherLike) -> Teacher | None:
+    """The teacher that is meant, with its policy; None for an algorithm that needs none.
 
     Raises:
-        ValueError: it is missing, has no effect, is the student itself, or has another vocabulary.
+        UserError: it is missing, has no effect, is the student itself, or has another vocabulary.
     """
-    if isinstance(teacher, Teacher):
-        chosen = teacher
-    elif teacher is None:
-        chosen = None if hint is None else Teacher(student, hint=hint, thinking=thinking)
-    elif isinstance(teacher, Policy):
-        chosen = Teacher(teacher, hint=hint, thinking=thinking)
-    elif teacher == "base":
-        chosen = Teacher(student, base=True, hint=hint, thinking=thinking)
-    else:
-        raise ValueError(f"teacher: wanted a policy, as mlxrl.load({teacher!r}, lora=None) gives, or 'base'")
-    if (chosen is not None) != ("teacher" in algo.needs):
-        raise ValueError(_mismatch(algo.name, chosen))
-    if chosen is not None:
-        _check(student, chosen)
-    return chosen
+    if not isinstance(given, Teacher | Policy) and given not in (None, "base"):
+        raise UserError("teacher", f"wanted a policy, as mlxrl.load({brief(given)}, lora=None) gives, or 'base'")
+    needed = "teacher" in algorithm.needs
+    if given is None and needed:
+        raise UserError("teacher", f"{algorithm.name} learns from one; wanted a policy, 'base', or Teacher(hint=...)")
+    if given is not None and not needed:
+        why = f"has no effect, because {algorithm.name} does not learn from one; leave it out, or use opd"
+        raise UserError("teacher", why)
+    if given is None:
+        return None
+    teacher = given if isinstance(given, Teacher) else Teacher(base=True) if given == "base" else Teacher(given)
+    teacher = replace(teacher, policy=teacher.policy or student)
+    if teacher.model.model is student.model and not teacher.base and teacher.hint is None:
+        why = "is the student itself, which teaches nothing; wanted a hint, 'base' or another policy"
+        raise UserError("teacher", why)
+    refuse_other_vocabulary(student.tokenizer, teacher.model.tokenizer)
+    return teacher
 
 
-def _mismatch(name: str, chosen: Teacher | None) -> str:
-    if chosen is None:
-        return f"teacher: {name} learns from one; wanted teacher= a policy or 'base', or hint= a column"
-    return f"teacher: has no effect, because {name} does not learn from one; leave it out, or use opd"
+def refuse_other_vocabulary(student: Any, teacher: Any) -> None:
+    """UserError unless every token id of the student's tokenizer is the same token for the teacher's."""
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    if student is teacher or ours.items() <= theirs.items():
+        return
+    known = {number: token for token, number in theirs.items()}
+    number, token = min((number, token) for token, number in ours.items() if known.get(number) != token)
+    other = f"{known[number]!r}" if number in known else "not there"
+    raise UserError(
+        "teacher",
+        f"its vocabulary is not the student's: token {number} is {token!r} for the student and {other} for the "
+        "teacher; they are compared token by token, so wanted one with the same tokenizer",
+    )
 
 
-def _check(student: Policy, teacher: Teacher) -> None:
-    if teacher.policy.model is student.model and not teacher.base and teacher.hint is None:
-        raise ValueError(
-            "teacher: is the student itself, which teaches nothing; wanted a hint, 'base' or another policy"
-        )
-    ours, theirs = student.tokenizer, teacher.policy.tokenizer
-    if ours is not theirs and theirs not in _matching.get(ours, ()):
-        check_vocabularies(ours, theirs)
-        _matching.setdefault(ours, []).append(theirs)
-
-
-_matching: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-"""Tokenizers that were found to have the same vocabulary."""
-
-
-def check_vocabularies(ours: Any, theirs: Any) -> None:
-    """ValueError unless every token id of the student's tokenizer is the same token for the teacher."""
-    known = {number: token for token, number in theirs.get_vocab().items()}
-    for token, number in sorted(ours.get_vocab().items(), key=lambda item: item[1]):
-        if known.get(number) != token:
-            other = f"{known[number]!r}" if number in known else "not there"
-            raise ValueError(
-                f"teacher: its vocabulary is not the student's: token {number} is {token!r} for the student and "
-                f"{other} for the teacher; they are compared token by token, so wanted one with the same tokenizer"
-            )
-
-
-def taught(
-    teacher: Teacher, micro_batches: Sequence[MicroBatch], comparison: Comparison | None, groups: Sequence[Group]
+def with_teacher(
+    teacher: Teacher | None, micro_batches: Sequence[MicroBatch], algorithm: Algorithm, groups: Sequence[Group]
 ) -> list[MicroBatch]:
     """Micro-batches with what their loss compares with: log-probs of the tokens, of top ids, or hidden states.
 
-    groups: those of the step, of whose trajectories the rows are.
+    Those that have it already stay as they are. groups: those of the step, of whose trajectories the sequences are.
     """
-    rows = [trajectory for group in groups for trajectory in group]
-    views = [m if teacher.hint is None else _hinted(teacher, m, rows) for m in micro_batches]
+    if all(map(_has_teacher, micro_batches)):
+        return list(micro_batches)
+    assert teacher is not None
+    comparison = comparison_of(algorithm)
+    trajectories = [trajectory for group in groups for trajectory in group]
+    views = [one if teacher.hint is None else _hinted(teacher, one, trajectories) for one in micro_batches]
     found: list[MicroBatch] = []
-    with scoring(teacher.policy, adapters=not teacher.base):
-        runs = with_prefix_runs(teacher.policy, views)
+    with scoring(teacher.model, adapters=not teacher.base):
+        runs = with_prefix_runs(teacher.model, views)
         for micro_batch, (view, run) in zip(micro_batches, runs, strict=True):
-            scored = _scored(teacher.policy, micro_batch, view, run, comparison)
+            scored = _scored(teacher.model, micro_batch, view, run, comparison)
             scored = {name: mx.stop_gradient(array) for name, array in scored.items()}
             mx.eval(scored)  # the pass's activations end here
             found.append(replace(micro_batch, **scored))
     return found
 
 
+def _has_teacher(micro_batch: MicroBatch) -> bool:
+    found = (micro_batch.teacher_logprobs, micro_batch.teacher_top_logprobs, micro_batch.teacher_hidden)
+    return any(array is not None for array in found)
+
+
 def _scored(
-    policy: Policy,
-    micro_batch: MicroBatch,
-    view: MicroBatch,
-    run: PrefixRun | None,
-    comparison: Comparison | None,
+    policy: Policy, micro_batch: MicroBatch, view: MicroBatch, run: PrefixRun | None, comparison: Comparison | None
 ) -> dict[str, mx.array]:
-    """What a teacher says of the sampled tokens of a micro-batch, of which `view` is what it reads."""
+    """What a teacher computes for the sampled tokens of a micro-batch, of which `view` is what it reads."""
 
     def moved(array: mx.array, source: MicroBatch = view, target: MicroBatch = micro_batch) -> mx.array:
         return array if source is target else _moved(array, source, target)
@@ -143,37 +135,39 @@ def _scored(
     return {"teacher_top_logprobs": moved(values)}
 
 
-def _hinted(teacher: Teacher, micro_batch: MicroBatch, rows: Sequence[Trajectory]) -> MicroBatch:
+def _hinted(teacher: Teacher, micro_batch: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
     """The same completions under the teacher's prompts."""
     counts = np.count_nonzero(np.array(micro_batch.mask), axis=1).tolist()
-    shown = [
-        first_chosen(row_of(number, _with_hint(teacher, rows[number]), 0.0), count)
+    sequences = [
+        up_to_sampled(sequence_of(number, _with_hint(teacher, trajectories[number]), 0.0), count)
         for number, count in zip(micro_batch.trajectories, counts, strict=True)
     ]
-    alone = micro_batch.prefix.size == 0
-    return packed([with_prompt(row) for row in shown] if alone else shown, prefix_id=micro_batch.prefix_id)
+    if micro_batch.prefix.size == 0:
+        sequences = list(map(with_prompt, sequences))
+    return batched(sequences, prefix_id=micro_batch.prefix_id)
 
 
-def _with_hint(teacher: Teacher, row: Trajectory) -> Trajectory:
+def _with_hint(teacher: Teacher, trajectory: Trajectory) -> Trajectory:
     assert teacher.hint is not None
-    if any(turn.history_rewritten for turn in row.turns):
-        raise ValueError("teacher: hint: wanted trajectories of one row, got one whose history was rewritten")
-    prompt = render(teacher.policy.tokenizer, hinted(row.task, teacher.hint), thinking=teacher.thinking)
-    return replace(row, turns=(replace(row.turns[0], observation=prompt), *row.turns[1:]))
+    if any(turn.history_rewritten for turn in trajectory.turns):
+        why = "wanted trajectories of one sequence, got one whose history was rewritten"
+        raise UserError("teacher", "hint", why)
+    prompt = render(teacher.model.tokenizer, hinted(trajectory.task, teacher.hint), thinking=teacher.thinking)
+    first, *later = trajectory.turns
+    return replace(trajectory, turns=(replace(first, observation=prompt), *later))
 
 
 def hinted(task: Task, hint: str) -> Task:
-    """The task with the text of a column behind its last message, after an empty line.
+    """The task with the text of a column after its last message and an empty line.
 
     Raises:
-        ValueError: the task has no such column, or no text in it.
+        UserError: the task has no such column, or no text in it.
     """
     text = task.columns.get(hint)
     if not isinstance(text, str) or not text.strip():
         there = ", ".join(task.columns) or "none"
-        raise ValueError(
-            f"teacher: hint: wanted a text in column {hint!r} of every task, got {text!r}; there are {there}"
-        )
+        why = f"wanted a text in column {hint!r} of every task, got {brief(text)}; there are {there}"
+        raise UserError("teacher", "hint", why)
     if isinstance(task.prompt, str):
         return replace(task, prompt=f"{task.prompt}\n\n{text}")
     last = task.prompt[-1]
@@ -181,10 +175,10 @@ def hinted(task: Task, hint: str) -> Task:
 
 
 def _moved(array: mx.array, source: MicroBatch, target: MicroBatch) -> mx.array:
-    """Values [B, T, ...] of sampled tokens in the places that the same tokens have in another layout of the rows."""
-    places = [np.array(batch.mask).reshape(-1) > 0 for batch in (source, target)]
-    values = array.reshape(-1, *array.shape[2:])[mx.array(np.flatnonzero(places[0]))]
-    number = np.where(places[1], np.cumsum(places[1]) - 1, len(values))
+    """Values [B, T, ...] of sampled tokens at the positions that the same tokens have in another layout."""
+    sampled = [np.array(batch.mask).reshape(-1) > 0 for batch in (source, target)]
+    values = array.reshape(-1, *array.shape[2:])[mx.array(np.flatnonzero(sampled[0]))]
+    number = np.where(sampled[1], np.cumsum(sampled[1]) - 1, len(values))
     zero = mx.zeros((1, *values.shape[1:]), values.dtype)
     moved = mx.concatenate([values, zero])[mx.array(number)]
     return moved.reshape(*target.mask.shape, *values.shape[1:])

@@ -51,9 +51,9 @@ def drift(case: Case) -> mx.array:
 
 def verl_metrics(case: Case, metrics: dict[str, mx.array], dual: float | None = None, level: str = "token") -> Results:
     """Clip fractions over tokens, the dual clip's, and the drift."""
-    found: Results = {"metric_ppo_kl": metrics["policy/old_kl"]}
+    found: Results = {"metric_ppo_kl": metrics["ppo_kl"]}
     if "metric_pg_clipfrac" in case.arrays:
-        found["metric_pg_clipfrac"] = metrics["policy/clip_low"] + metrics["policy/clip_high"]
+        found["metric_pg_clipfrac"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
         r, _, _ = flags(case, None, None, level)
         held = (r > dual) & (case.per_token(case.out("advantages")) < 0) if dual else mx.zeros_like(r)
         found["metric_pg_clipfrac_lower"] = extra.mean(held.astype(mx.float32), case.mask)
@@ -62,8 +62,8 @@ def verl_metrics(case: Case, metrics: dict[str, mx.array], dual: float | None = 
 
 def openrlhf_metrics(case: Case, metrics: dict[str, mx.array]) -> Results:
     return {
-        "metric_clip_ratio": metrics["policy/clip_low"] + metrics["policy/clip_high"],
-        "metric_ppo_kl": metrics["policy/old_kl"],
+        "metric_clip_ratio": metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"],
+        "metric_ppo_kl": metrics["ppo_kl"],
     }
 
 
@@ -243,7 +243,7 @@ def trl(case: Case) -> Results:
             case, hyper.get("scale_rewards", "group"), hyper.get("adv_eps", 1e-4), "zero"
         )
     if hyper.get("beta"):
-        found["metric_kl"] = run.metrics["policy/kl"]
+        found["metric_kl"] = run.metrics["kl"]
     return only_given(case, found | reward_metrics(case))
 
 
@@ -408,7 +408,7 @@ def gmpo_verl(case: Case) -> Results:
     held = (x > high) | (x < -low)
     return {
         **run.results(),
-        "metric_ppo_kl": run.metrics["policy/old_kl"],
+        "metric_ppo_kl": run.metrics["ppo_kl"],
         "metric_pg_clipfrac": extra.mean((held & (credit > 0)).astype(mx.float32), case.mask),
         "metric_pg_clipfrac_lower": extra.mean((held & (credit < 0)).astype(mx.float32), case.mask),
         "out_advantages": spread(case, relative(case)),

@@ -1,0 +1,157 @@
+"""From scored groups to the batch of one optimizer step: credit, denominators, micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, count
+
+import mlx.core as mx
+import numpy as np
+
+from mlxrl.algo.algorithm import not_predicted, num_top
+from mlxrl.settings import Train
+from mlxrl.train.sequences import TokenSequence, sequences_of, shortened, with_prompt
+from mlxrl.types import Algorithm, Batch, Group, MicroBatch, Totals
+
+TOKENS_PER_PASS = 2048
+PASS = 48  # tokens that a forward and backward of any size costs beyond its own, as measured
+SHARE_FROM = 128  # prompt tokens saved, below which a pass of its own costs more than the repeated prompt
+
+
+def make_batch(groups: Sequence[Group], algorithm: Algorithm, train: Train = Train()) -> Batch:
+    """Credit the trajectories, drop sequences without learning signal, and lay the others out in micro-batches.
+
+    The sequences of a group share their prompt as the prefix where that saves enough; others stand with their prompt,
+    and P = 0. Sequences of like length go together, where the padding that this saves outweighs a further pass. The
+    totals count every sequence, dropped ones too: neither the size of a pass nor the order changes the gradient.
+    A token that was forced on the model is read like an observation: it has no mask and no advantage, and no
+    denominator counts it. Where the algorithm predicts observations, a sequence that has some has a signal.
+
+    Args:
+        train: of which `tokens_per_pass` bounds the padded tokens of a forward, the prefix included (one sequence may
+            exceed it), and tokens beyond `max_tokens_per_row`, prompt included, are not trained on: the totals count
+            them, and `Batch.dropped_tokens` says how many of them the model chose.
+    """
+    numbers, kept, skip = count(), num_top(algorithm), not_predicted(algorithm)
+    sequences = [
+        [
+            sequence
+            for trajectory, credit in zip(group, credits, strict=True)
+            for sequence in sequences_of(next(numbers), trajectory, credit, kept, skip)
+        ]
+        for group, credits in zip(groups, algorithm.advantages(groups), strict=True)
+    ]
+    whole = _counted(sequences, lambda sequence: int(sequence.mask.sum()))
+    observed = _counted(sequences, lambda sequence: sequence.observation_tokens)
+    if train.max_tokens_per_row is not None:
+        most = train.max_tokens_per_row
+        sequences = [[shortened(one, most - len(one.prompt)) for one in group] for group in sequences]
+    dropped = whole - _counted(sequences, lambda sequence: int(sequence.mask.sum()))
+    needs_loss = bool(algorithm.needs & {"reference", "teacher", "entropy"})
+    learned = [[one for one in group if _has_signal(one, needs_loss)] for group in sequences]
+    totals = totals_of(groups, sum(len(group) for group in learned), sum(observed.values()))
+    micro_batches = tuple(_micro_batches(learned, train.tokens_per_pass or TOKENS_PER_PASS))
+    return Batch(micro_batches, totals, tuple(groups), dict(dropped), dict(observed))
+
+
+def _counted(groups: Sequence[Sequence[TokenSequence]], counts: Callable[[TokenSequence], int]) -> Counter[int]:
+    """Counts of sequences by the number of their trajectory, where they are not 0."""
+    found = Counter[int]()
+    for sequence in chain.from_iterable(groups):
+        found[sequence.number] += counts(sequence)
+    return +found
+
+
+def _has_signal(sequence: TokenSequence, needs_loss: bool) -> bool:
+    """Whether a sequence changes the gradient; needs_loss: whether a term does so without an advantage."""
+    return sequence.observation_tokens > 0 or bool(
+        sequence.mask.any() and (needs_loss or sequence.advantages.any())
+    )
+
+
+def totals_of(groups: Sequence[Group], learned: int, observation_tokens: int = 0) -> Totals:
+    """The denominators of groups of which so many sequences are computed, and so many observed tokens predicted."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    sequences = sum(1 + sum(turn.history_rewritten for turn in one.turns[1:]) for one in trajectories)
+    return Totals(
+        tokens=sum(trajectory.num_sampled for trajectory in trajectories),
+        sequences=sequences,
+        groups=len(groups),
+        max_tokens=max((trajectory.sampling.max_tokens for trajectory in trajectories), default=1),
+        without_signal=sequences - learned,
+        observation_tokens=observation_tokens,
+    )
+
+
+def _micro_batches(groups: Sequence[Sequence[TokenSequence]], budget: int) -> Iterator[MicroBatch]:
+    alone: list[TokenSequence] = []
+    for number, group in enumerate(chain.from_iterable(map(_by_prompt, groups))):
+        if len(group[0].prompt) * (len(group) - 1) >= SHARE_FROM:
+            yield from _of_like_length(group, budget, prefix_id=number)
+        else:
+            alone += [with_prompt(sequence) for sequence in group]
+    for temperature in sorted({sequence.temperature for sequence in alone}):
+        yield from _of_like_length([one for one in alone if one.temperature == temperature], budget)
+
+
+def _by_prompt(group: Sequence[TokenSequence]) -> Iterator[list[TokenSequence]]:
+    """The sequences of a group that have the same prompt; environments may begin differently."""
+    prompts: dict[tuple[int, ...], list[TokenSequence]] = {}
+    for sequence in group:
+        prompts.setdefault(sequence.prompt, []).append(sequence)
+    yield from prompts.values()
+
+
+def _of_like_length(
+    sequences: Sequence[TokenSequence], budget: int, prefix_id: int | None = None
+) -> Iterator[MicroBatch]:
+    """Passes over sequences of one prompt and of like length, the shortest first."""
+    ordered = sorted(sequences, key=lambda sequence: sequence.length)
+    for start, end in _cuts([sequence.length for sequence in ordered], budget - len(sequences[0].prompt)):
+        yield micro_batch(ordered[start:end], prefix_id)
+
+
+def _cuts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
+    """Where sorted sequences are cut into passes of at most `budget` padded tokens, so that the whole costs least.
+
+    A pass of n sequences costs n times the length of the last, and PASS; best[i] is the least for the first i. A
+    single sequence is a pass of any size.
+    """
+    best, came_from = [0], [0]
+    for end in range(1, len(lengths) + 1):
+        choices = [(best[end - 1] + lengths[end - 1] + PASS, end - 1)]
+        for start in range(end - 2, -1, -1):
+            padded = (end - start) * lengths[end - 1]
+            if padded > budget:
+                break
+            choices.append((best[start] + padded + PASS, start))
+        cost, start = min(choices)
+        best.append(cost)
+        came_from.append(start)
+    cuts: list[tuple[int, int]] = []
+    end = len(lengths)
+    while end:
+        cuts.append((came_from[end], end))
+        end = came_from[end]
+    return cuts[::-1]
+
+
+def micro_batch(sequences: Sequence[TokenSequence], prefix_id: int | None = None) -> MicroBatch:
+    """Sequences of one prompt, which is the prefix, padded on the right to the same length."""
+    width = max(sequence.length for sequence in sequences)
+    arrays = {
+        name: mx.array(np.stack([_padded(sequence.arrays()[name], width) for sequence in sequences]))
+        for name in sequences[0].arrays()
+    }
+    return MicroBatch(
+        prefix=mx.array(sequences[0].prompt, mx.int32),
+        temperature=sequences[0].temperature,
+        trajectories=tuple(sequence.number for sequence in sequences),
+        prefix_id=prefix_id,
+        **arrays,
+    )
+
+
+def _padded(array: np.ndarray, width: int) -> np.ndarray:
+    return np.pad(array, [(0, width - len(array)), *[(0, 0)] * (array.ndim - 1)])

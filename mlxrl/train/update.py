@@ -1,0 +1,111 @@
+"""One optimizer step on a batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx.utils import tree_map
+
+from mlxrl.algo import finish
+from mlxrl.policy.differentiate import leaves
+from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.modes import scoring
+from mlxrl.policy.policy import Policy
+from mlxrl.policy.prefix import PrefixRun, with_prefix_runs
+from mlxrl.train.gradient import gradient
+from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of, with_teacher
+from mlxrl.types import Algorithm, Batch, Metrics, MicroBatch
+
+
+def update(
+    policy: Policy,
+    optimizer: optim.Optimizer,
+    batch: Batch,
+    algorithm: Algorithm,
+    *,
+    teacher: TeacherLike = None,
+    max_grad_norm: float = 1.0,
+    recompute: bool = False,
+) -> Metrics:
+    """One optimizer step on a batch. Gradients of its micro-batches add up to that of the whole.
+
+    A loss or gradient that is not finite leaves weights and optimizer as they were, and is reported as skipped; so does
+    a batch in which no sequence has a learning signal, reported as a gradient norm of 0.
+
+    Args:
+        optimizer: one of `train.optimizer`, or MLX's own.
+        teacher: for an algorithm that learns from one: another policy of the same vocabulary, "base" for the policy
+            without its adapters, or a `Teacher`. It is teacher-forced on the token ids that the policy sampled.
+        recompute: see `gradient`.
+    Returns:
+        the algorithm's metrics and `grad_norm` (before clipping), `updates/skipped`, `learning_rate`, and
+        `sequences/dropped_tokens` where sampled tokens lie beyond the longest sequence.
+    """
+    own = teacher_of(policy, algorithm, teacher)
+    return optimizer_step(policy, optimizer, batch, algorithm, own, max_grad_norm, recompute)
+
+
+def optimizer_step(
+    policy: Policy,
+    optimizer: optim.Optimizer,
+    batch: Batch,
+    algorithm: Algorithm,
+    teacher: Teacher | None,
+    max_grad_norm: float,
+    recompute: bool,
+) -> Metrics:
+    """`update` with a teacher that `teacher_of` has found."""
+    batch = complete(policy, batch, algorithm, algorithm.needs - {"old"}, teacher)
+    metrics, gradients = gradient(policy, batch, algorithm, teacher, recompute=recompute)
+    metrics = finish(metrics)
+    norm = grad_norm(gradients) if gradients is not None else 0.0
+    finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
+    if gradients is not None and finite:
+        scale = min(1.0, max_grad_norm / (norm + 1e-6))
+        optimizer.update(policy.model, tree_map(lambda leaf: leaf * scale, gradients))
+        mx.eval(policy.model.trainable_parameters(), optimizer.state)  # ends the step's graph
+    if batch.dropped_tokens:
+        metrics["sequences/dropped_tokens"] = float(sum(batch.dropped_tokens.values()))
+    metrics["grad_norm"] = norm
+    metrics["updates/skipped"] = float(not finite)
+    metrics["learning_rate"] = float(optimizer.learning_rate)
+    return metrics
+
+
+def complete(
+    policy: Policy, batch: Batch, algorithm: Algorithm, needs: frozenset[str], teacher: Teacher | None = None
+) -> Batch:
+    """Compute what the loss compares with, where it is not there yet: "old", "reference" and "teacher".
+
+    All come from the function that the loss uses, so that equal weights give equal numbers.
+    """
+    found = list(batch.micro_batches)
+    if "teacher" in needs:
+        found = with_teacher(teacher, found, algorithm, batch.groups)
+    if "old" in needs and any(one.old_logprobs is None for one in found):
+        with scoring(policy):
+            found = [replace(one, **_old(policy, one, run)) for one, run in with_prefix_runs(policy, found)]
+    if "reference" in needs and any(one.reference_logprobs is None for one in found):
+        with scoring(policy, adapters=False):
+            found = [
+                replace(one, reference_logprobs=_old(policy, replace(one, top_ids=None), run)["old_logprobs"])
+                for one, run in with_prefix_runs(policy, found)
+            ]
+    return replace(batch, micro_batches=tuple(found))
+
+
+def _old(policy: Policy, micro_batch: MicroBatch, run: PrefixRun | None) -> dict[str, mx.array | None]:
+    """Log-probs at the present weights, of the tokens and of the top ids where there are any."""
+    found = logprobs(policy, micro_batch, top_ids=micro_batch.top_ids, gradient=False, prefix=run)
+    mx.eval(found.token_logprobs, found.top_logprobs)  # the pass's activations end here
+    return {"old_logprobs": found.token_logprobs, "old_top_logprobs": found.top_logprobs}
+
+
+def grad_norm(gradients: Any) -> float:
+    """The Euclidean norm over every leaf, NaN where one is not finite."""
+    squares = [mx.square(leaf.astype(mx.float32)).sum() for _, leaf in leaves(gradients)]
+    return float(cast(float, mx.sqrt(mx.stack(squares).sum()).item()))
