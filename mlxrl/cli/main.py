@@ -1,5 +1,5 @@
-"""The commands and their exit codes: 0 done, 1 an unexpected error or a plan that does not fit, 2 a fault of
-the user's, 130 asked to stop.
+"""The commands and their exit codes: 0 done, 1 an unexpected error or a plan that does not fit, 2 something that the
+user can put right, 130 asked to stop.
 
 What loads MLX or a model is imported where it is used, so that help and faults answer at once.
 """
@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mlxrl.errors import UserError
+from mlxrl.text import safe
+
 NO_BACKEND = (
     'MLX has no backend here; pip install "mlxrl[cpu]", or "mlxrl[cuda12]" or "mlxrl[cuda13]" with an NVIDIA GPU'
 )
@@ -25,7 +28,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose faults are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and exit with 2."""
+        """Print what is wrong and exit with 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
@@ -33,41 +36,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` is without the program's name."""
     arguments = _arguments(argv)
     try:
-        import mlx.core  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        return fault(f"{NO_BACKEND} ({error})")
-    try:
         return _run(arguments)
-    except (ValueError, OSError) as error:
-        return fault(error)
+    except (UserError, OSError) as error:
+        print(f"mlxrl: {safe(' '.join(str(error).split()))}", file=sys.stderr)
+        return getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
         return 130
 
 
-def fault(error: object) -> int:
-    """Say in one line what the user has to put right; returns the exit code."""
-    from mlxrl.show.text import safe
-
-    print(f"mlxrl: {safe(' '.join(str(error).split()))}", file=sys.stderr)
-    return 2
-
-
 def _run(arguments: argparse.Namespace) -> int:
-    from mlxrl import config
+    from mlxrl.config import read
 
-    settings = config.read(arguments.config, arguments.overrides)
+    settings, origin = read(arguments.config, arguments.overrides)
+    try:
+        import mlx.core  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise UserError(f"{NO_BACKEND} ({error})") from error
+    from mlxrl.runs.experiment import Experiment
+
+    experiment = Experiment.of(settings, origin)
+    name = Path(arguments.config).stem
     if arguments.command == "eval":
-        from mlxrl.cli import evaluation
+        from mlxrl.cli import eval
 
-        return evaluation.command(settings, arguments.config, arguments.adapter)
-    name, line = Path(arguments.config).stem, [arguments.config, *arguments.overrides]
+        return eval.command(experiment, arguments.adapter)
     if arguments.command == "plan":
         from mlxrl.cli import plan
 
-        return plan.command(settings, name, memory=arguments.memory, fit=arguments.fit, as_json=arguments.json)
-    from mlxrl.cli import training
+        return plan.command(experiment, name, memory=arguments.memory, fit=arguments.fit, as_json=arguments.json)
+    from mlxrl.cli import train
 
-    return training.command(settings, name, line, dry_run=arguments.dry_run)
+    line = [arguments.config, *arguments.overrides]
+    return train.command(experiment, name, line, dry_run=arguments.dry_run, memory=arguments.memory)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -75,20 +75,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="train | eval | plan", parser_class=Parser)
     train = _command(commands, "train", "train adapters as a config says")
-    train.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
-    evaluate = _command(commands, "eval", "evaluate on a config's held-out rows")
+    train.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
+    evaluate = _command(commands, "eval", "evaluate on a config's held-out examples")
     evaluate.add_argument("--adapter", metavar="DIR", help="a saved adapter; without it the model as it is")
-    plan = _command(commands, "plan", "say what memory a config's run needs, and whether it fits; 1 where it does not")
-    plan.add_argument("--memory", metavar="GB", type=_gigabytes, help="memory there is; without it the machine's")
+    plan = _command(commands, "plan", "measure what memory a config's run needs, and whether it fits; 1 if not")
     plan.add_argument(
         "--fit", action="store_true", help="choose the size of a pass, recomputation and rows so that it fits"
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
+    for command in (train, plan):
+        command.add_argument("--memory", metavar="GB", type=_gigabytes, help="memory there is; else the machine's")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
-        parser.exit(0, _versions() + "\n")
-    if strange := next((word for word in rest if word.startswith("-")), None):
-        parser.error(f"unknown option {strange}")
+        from mlxrl.runs.facts import versions
+
+        parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
+    if unknown := next((word for word in rest if word.startswith("-")), None):
+        parser.error(f"unknown option {unknown}")
     if arguments.command is None:
         parser.error("wanted a command, train, eval or plan")
     arguments.overrides += rest  # those that argparse leaves over when options stand between them
@@ -117,9 +120,3 @@ def _gigabytes(word: str) -> float:
     if not 0 < value <= 1e6:
         raise argparse.ArgumentTypeError(f"wanted GB, a number above 0 and at most 1e6, got {word!r}")
     return value
-
-
-def _versions() -> str:
-    from mlxrl.runs.facts import versions
-
-    return ", ".join(f"{name} {version}" for name, version in versions().items())

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxrl.files import append_line, plain, write_text
-from mlxrl.rewards import best_and_worst
-from mlxrl.types import Group, Trajectory
+from mlxrl.checked import SettingError
+from mlxrl.files import append_line, write_json, write_text
 
 State = Literal["configured", "running", "cancelled", "interrupted", "failed", "succeeded"]
 """cancelled: ended at a step boundary when asked to. interrupted: stopped at once, or killed while running."""
@@ -26,7 +24,7 @@ State = Literal["configured", "running", "cancelled", "interrupted", "failed", "
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run's folder, through which everything in it is written."""
+    """A run's folder, through which everything in it but its sinks' files is written."""
 
     path: Path
 
@@ -41,13 +39,12 @@ class RunFolder:
 
     def manifest(self) -> dict[str, Any]:
         """The manifest as it stands."""
-        return json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
+        path = self.path / "manifest.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def record(self, **facts: Any) -> None:
         """Add facts to the manifest."""
-        path = self.path / "manifest.json"
-        known = self.manifest() if path.exists() else {}
-        write_text(path, json.dumps(plain({**known, **facts}), indent=2, default=str) + "\n")
+        write_json(self.path / "manifest.json", {**self.manifest(), **facts})
 
     def enter(self, state: State, **fields: Any) -> None:
         """Change the run's state, in the manifest and as an event; the last ones get the time they ended at."""
@@ -65,26 +62,16 @@ class RunFolder:
         lines = "".join(traceback.format_exception(error))
         self.enter("failed", error=f"{type(error).__name__}: {error}", traceback=lines)
 
-    def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append a step to metrics.jsonl; `time` is in seconds since the epoch."""
-        append_line(self.path / "metrics.jsonl", {"step": step, "time": time.time(), **metrics})
-
-    def samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Append the best and the worst attempt of every group to samples.jsonl."""
-        for place, group in enumerate(groups):
-            for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False):
-                append_line(self.path / "samples.jsonl", {"step": step, "group": place, "kind": kind, **_sample(one)})
-
     def evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """Write evaluation.json: `before` and, once known, `after`, `difference` and `interval`."""
-        write_text(self.path / "evaluation.json", json.dumps(plain(evaluation), indent=2) + "\n")
+        write_json(self.path / "evaluation.json", evaluation)
 
 
 def create(path: str | Path, config: str) -> RunFolder:
     """Make a run's folder, with the resolved config in it.
 
     Raises:
-        ValueError: there is something in it already, or it cannot be written.
+        SettingError: there is something in it already, or it cannot be written.
     """
     folder = RunFolder(Path(path))
     refuse_taken(path)
@@ -94,20 +81,21 @@ def create(path: str | Path, config: str) -> RunFolder:
     except FileExistsError:
         refuse_taken(path)
     except OSError as error:
-        raise ValueError(f"run.folder: {folder.path} cannot be written: {error.strerror}; choose another one") from None
+        why = f"{folder.path} cannot be written: {error.strerror}; choose another one"
+        raise SettingError("run.folder", why) from None
     write_text(folder.path / "config.toml", config)
     folder.enter("configured")
     return folder
 
 
 def refuse_taken(path: str | Path) -> None:
-    """Raise ValueError unless a run may be written to `path`."""
+    """SettingError unless a run may be written to `path`."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"run.folder: {folder} is a file; wanted a folder")
+        raise SettingError("run.folder", f"{folder} is a file; wanted a folder")
     if folder.is_dir() and any(folder.iterdir()):
         free = free_folder(folder)
-        raise ValueError(f'run.folder: {folder} is not empty; choose another one, such as run.folder="{free}"')
+        raise SettingError("run.folder", f'{folder} is not empty; choose another one, such as run.folder="{free}"')
 
 
 def free_folder(path: str | Path) -> Path:
@@ -118,35 +106,6 @@ def free_folder(path: str | Path) -> Path:
         number += 1
         free = path.with_name(f"{path.name}-{number}")
     return free
-
-
-def _sample(one: Trajectory) -> dict[str, Any]:
-    return {
-        "prompt": one.task.prompt,
-        "completion": one.text,
-        "reward": one.reward,
-        "rewards": dict(one.rewards),
-        "stop": one.stop,
-        "length": one.length,
-        **_played(one),
-    }
-
-
-def _played(one: Trajectory) -> dict[str, Any]:
-    """The turns of an episode and how its environment failed, nothing for an answer without one."""
-    if not one.error and not any(turn.observation_text for turn in one.turns):
-        return {}
-    turns = [
-        {
-            "observation": t.observation_text,
-            "action": t.text,
-            "reward": t.reward,
-            "length": len(t.tokens),
-            "invalid": t.invalid,
-        }
-        for t in one.turns
-    ]
-    return {"turns": turns, **({"error": one.error} if one.error else {})}
 
 
 def _now() -> str:

@@ -1,4 +1,4 @@
-"""How a run is asked to end."""
+"""A graceful-shutdown request: how a run is asked to end."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 NOTE = b"\nmlxrl: the run ends after this step and saves its adapter; once more to stop at once\n"
 
 
-class Stop:
-    """Ctrl-C and SIGTERM as a wish that the loop looks at. A second one, or one outside it, is a KeyboardInterrupt."""
+class Shutdown:
+    """Ctrl-C and SIGTERM as a request that the loop looks at. A second one, or one outside it, is a KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self.asked = False
-        self._patient = False
+        self.requested = False
+        self._graceful = False
 
     @contextmanager
-    def listening(self) -> Generator[Stop]:
+    def listening(self) -> Generator[Shutdown]:
         """Take the signals over for the span of a block. Only the main thread can; elsewhere nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -33,16 +33,16 @@ class Stop:
                 signal.signal(number, handler)
 
     @contextmanager
-    def patiently(self) -> Generator[None]:
-        """The span in which the first signal only sets `asked`."""
-        self._patient = True
+    def graceful(self) -> Generator[None]:
+        """The span in which the first signal only makes the request."""
+        self._graceful = True
         try:
             yield
         finally:
-            self._patient = False
+            self._graceful = False
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.asked or not self._patient:
+        if self.requested or not self._graceful:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         os.write(2, NOTE)  # a stream's own write may be the one that the signal came into

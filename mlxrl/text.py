@@ -9,6 +9,9 @@ from itertools import pairwise
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*%@"
+TREND_STEPS = 5
+TREND_SHARE = 0.05
+"""A reward is up or down when it leaves the mean of the last TREND_STEPS by this share of the range seen so far."""
 
 
 def safe(text: str) -> str:
@@ -73,3 +76,14 @@ def size(count: float) -> str:
     if not math.isfinite(count):
         return "-"
     return f"{count / 1e6:.0f} MB" if count < 1e8 else f"{count / 1e9:.2f} GB"
+
+
+def trend(reward: float, rewards: Sequence[float]) -> str:
+    """ "+", "-" or "=" against the mean of the last steps, "" where there is nothing to compare."""
+    known = [value for value in rewards if math.isfinite(value)]
+    if not known or not math.isfinite(reward):
+        return ""
+    last = known[-TREND_STEPS:]
+    change = reward - sum(last) / len(last)
+    threshold = TREND_SHARE * (max(*known, reward) - min(*known, reward))
+    return "=" if abs(change) <= threshold else "+" if change > 0 else "-"

@@ -1,0 +1,18 @@
+"""`mlxrl eval`."""
+
+from __future__ import annotations
+
+from mlxrl.runs.experiment import Experiment
+from mlxrl.errors import UserError
+
+
+def command(experiment: Experiment, adapter: str | None) -> int:
+    """Evaluate a model, with an adapter or as it is, and print what came out."""
+    if experiment.config.data.evaluation is None:
+        why = "missing key 'evaluation'; wanted the examples to evaluate on"
+        raise UserError(experiment.origin.file, "data", why)
+    policy = experiment.load(trained=False, adapter=adapter)
+    found = experiment.evaluator(policy)().summary(experiment.config.evaluation.success)
+    name, numbers = adapter or "without adapter", f"mean reward {found['mean_reward']:.4f}, {found['n']} examples"
+    print(f"{name}: accuracy {found['accuracy']:.4f}, {numbers}")
+    return 0

@@ -1,0 +1,269 @@
+"""From a TOML file and the command line's `key=value` to settings, and back to TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+from mlxrl.checked import SettingError, hints_of
+from mlxrl.errors import UserError, brief, did_you_mean
+from mlxrl.plugins import located
+from mlxrl.settings import Config
+
+T = TypeVar("T")
+
+
+class ConfigError(UserError):
+    """A fault in a config: one line with the file or "command line", the table, the key and what was wanted."""
+
+
+_BARE = re.compile(r"[^\s\"'\[\]{}#][^\"'\[\]{}#\n]*")
+"""An override's value that may be meant as a text without its quotes."""
+
+RENAMED = {
+    **{
+        f"rollout.{name}": f"sampling.{name}"
+        for name in (
+            "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop_strings", "min_tokens", "thinking_budget",
+            "repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_context",
+        )
+    },
+    "rollout.max_draws": "rollout.resampling_rounds, one less",
+    "data.thinking": "sampling.thinking",
+    "echo": "algorithm.echo",
+}  # fmt: skip
+"""Keys by the names they once had. Those of [algorithm] are in `mlxrl.algo.build`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where values come from: the file's name, and the dotted keys that the command line gave instead."""
+
+    file: str
+    overridden: frozenset[str] = frozenset()
+
+    def locate(self, error: UserError) -> ConfigError:
+        """The error with the file in front, or with "command line" where that gave the value."""
+        *path, message = error.parts
+        return ConfigError("command line" if self._given(path, message) else self.file, *error.parts)
+
+    def _given(self, path: Sequence[str], message: str) -> bool:
+        dotted = ".".join(path)
+        for key in self.overridden:
+            table, _, name = key.rpartition(".")
+            if f"{dotted}.".startswith(f"{key}.") or (table == dotted and f"'{name}'" in message):
+                return True
+        return False
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origin]:
+    """Read a config; every value is checked against its declaration, and every path is made absolute.
+
+    Args:
+        overrides: TOML assignments such as `optimizer.learning_rate=2e-5`; a text may go without its quotes where
+            it is not TOML by itself, as in `run.folder=runs/second`.
+    Raises:
+        ConfigError: one line.
+    """
+    path = Path(path).expanduser()
+    values, overridden = _parse(path), set[str]()
+    for override in overrides:
+        values = _merged(values, assignment := _assignment(override))
+        overridden |= set(_leaves(assignment))
+    origin = Origin(str(path), frozenset(overridden))
+    try:
+        _refuse_strange(values)
+        return _located(Config(**values), path.absolute().parent), origin
+    except UserError as error:
+        raise origin.locate(error) from None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(str(path), "no such file; wanted a config in TOML") from None
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(str(path), "wanted TOML in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(path), f"not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(str(path), "not TOML: nested too deeply") from None
+
+
+def _assignment(override: str) -> dict[str, Any]:
+    """`a.b=value` as nested tables."""
+    key, equals, value = (part.strip() for part in override.partition("="))
+    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
+        raise ConfigError(
+            "command line", f"wanted key=value such as optimizer.learning_rate=2e-5, got {override!r}"
+        )
+    try:
+        parsed: Any = tomllib.loads(f"value = {value}\n")["value"] if "\n" not in value else value
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        if not _BARE.fullmatch(value):
+            raise ConfigError(
+                "command line", key, f"{value!r} is not TOML ({error}); texts stand in quotes, '{key}=\"...\"'"
+            ) from None
+        parsed = value
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
+    return parsed
+
+
+def _merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(values)
+    for name, value in over.items():
+        old = out.get(name)
+        out[name] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def tables() -> dict[str, Any]:
+    """The tables of a config by name, each the class that declares its keys."""
+    return {name: hint for name, hint in hints_of(Config).items() if hasattr(hint, "table")}
+
+
+def _refuse_strange(values: Mapping[str, Any]) -> None:
+    """SettingError for keys that were renamed, are in the wrong table, or are none at all."""
+    for key in (*values, *_leaves(values)):
+        if key in RENAMED:
+            raise SettingError(*key.split("."), f"is now {RENAMED[key]}")
+    known = tables()
+    for name, value in values.items():
+        if name not in hints_of(Config):
+            kind = f"table [{name}]" if isinstance(value, Mapping) else f"key {name!r}"
+            raise SettingError(f"unknown {kind}{_near(name, known)}")
+        for key in value if name in known and isinstance(value, Mapping) else ():
+            if key not in hints_of(known[name]):
+                raise SettingError(name, f"unknown key {key!r}{_near(key, known, name)}")
+
+
+def _near(key: str, known: Mapping[str, Any], table: str = "") -> str:
+    """The key that may be meant: of the table it stands in, or by the same name in another one."""
+    own = hints_of(known[table]) if table else hints_of(Config)
+    homes = [name for name, cls in known.items() if key in hints_of(cls)]
+    if homes:
+        return f"; did you mean '{homes[0]}.{key}'?"
+    return did_you_mean(key, own) or f"; there are {', '.join(own)}"
+
+
+def _located(config: Config, folder: Path) -> Config:
+    """Every path made absolute, so that the config means the same wherever its resolved text lies."""
+    data, teacher, world = config.data, config.teacher, config.environment
+    evaluation = None if data.evaluation is None else _source(data.evaluation, folder, "evaluation")
+    data = replace(data, train=_source(data.train, folder, "train"), evaluation=evaluation)
+    if teacher.id not in (None, "base"):
+        teacher = replace(teacher, id=_model(teacher.id, folder, "teacher"))
+    if teacher.adapter is not None:
+        teacher = replace(teacher, adapter=_existing(teacher.adapter, folder, "teacher", "adapter", "folder"))
+    if world.factory is not None:
+        world = replace(world, factory=_within(("environment", "factory"), located, world.factory, folder))
+    functions = tuple(_within(("reward", "functions"), located, name, folder) for name in config.reward.functions)
+    sinks = tuple(_within(("run", "sinks"), located, name, folder) for name in config.run.sinks)
+    return replace(
+        config, data=data, teacher=teacher, environment=world, model=replace(config.model, id=_model(config.model.id, folder)),
+        reward=replace(config.reward, functions=functions), run=replace(config.run, sinks=sinks),
+        algorithm=_algorithm(config.algorithm, folder),
+    )  # fmt: skip
+
+
+def _within(where: tuple[str, ...], function: Callable[..., T], *arguments: Any) -> T:
+    try:
+        return function(*arguments)
+    except UserError as error:
+        raise SettingError(*where, *error.parts) from None
+
+
+def _algorithm(table: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """The table with the path of a file that makes the algorithm made absolute."""
+    name = table.get("name", "grpo")
+    if not isinstance(name, str):
+        raise SettingError("algorithm", "name", f"wanted a text in quotes, got {brief(name)}")
+    return {**table, "name": _within(("algorithm", "name"), located, name, folder) if ":" in name else name}
+
+
+def _source(name: str, folder: Path, key: str) -> str:
+    return name if name.startswith("hf:") else _existing(name, folder, "data", key, "file")
+
+
+def _model(id: str, folder: Path, table: str = "model") -> str:
+    """A path that exists as an absolute one, a Hugging Face id as it is."""
+    looks_like_path = id.startswith((".", "/", "~")) or id.endswith((".gguf", "/")) or id.count("/") > 1
+    if _found(id, folder) is None and not looks_like_path:
+        return id
+    return _existing(id, folder, table, "id", "folder or file")
+
+
+def _existing(name: str, folder: Path, table: str, key: str, kind: str) -> str:
+    if (path := _found(name, folder)) is None:
+        raise SettingError(table, key, f"no {kind} {name!r} beside the config or in the current directory")
+    return str(path)
+
+
+def _found(name: str, folder: Path) -> Path | None:
+    path = Path(name).expanduser()
+    try:
+        return next(((base / path).resolve() for base in (folder, Path.cwd()) if (base / path).exists()), None)
+    except (OSError, ValueError):  # too long, a NUL, a loop of links
+        return None
+
+
+def resolved(config: Config, algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting as a run takes it, defaults filled in; what is left out is off. `read` makes the same of it again.
+
+    Args:
+        algorithm: the resolved table of the algorithm.
+    """
+    plain = {**_plain(config), "algorithm": _plain(algorithm)}
+    if config.data.evaluation is None:
+        del plain["evaluation"]
+    if config.environment.factory is None:
+        del plain["environment"]
+    if not config.reward.overlong_buffer:
+        del plain["reward"]["overlong_factor"]
+    if not config.sampling.penalized:
+        del plain["sampling"]["penalty_context"]
+    return {name: value for name, value in plain.items() if value != {}}
+
+
+def text(config: Config, algorithm: Mapping[str, Any]) -> str:
+    """`resolved` as TOML, with short lists on one line."""
+    toml = tomli_w.dumps(resolved(config, algorithm))
+    return re.sub(r"(?m)^(\S+ = )\[\n((?:    .*,\n)+)\]$", _joined, toml)
+
+
+def _plain(value: Any) -> Any:
+    """A value as TOML holds it; None is left out, and so is a list that holds one."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items() if not _holds_none(item) and item != {}}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _holds_none(value: Any) -> bool:
+    return value is None or (isinstance(value, tuple | list) and any(map(_holds_none, value)))
+
+
+def _joined(found: re.Match[str]) -> str:
+    items = ", ".join(line.strip().removesuffix(",") for line in found[2].splitlines())
+    line = f"{found[1]}[{items}]"
+    return line if len(line) <= 100 else found[0]

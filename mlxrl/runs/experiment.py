@@ -1,0 +1,227 @@
+"""What a config means: data, algorithm, rewards, environment, sinks, built once before a run; then its models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mlxrl import algo, plugins
+from mlxrl.checked import SettingError
+from mlxrl.config import Origin, text
+from mlxrl.data import tasks as read_tasks
+from mlxrl.errors import UserError, did_you_mean
+from mlxrl.rewards.scoring import Rewards, check_columns, rewards_of
+from mlxrl.rollout.environment import Factory, check_factory, earns
+from mlxrl.runs.sinks import Sink, as_sink
+from mlxrl.settings import Config, EpisodeLimits
+from mlxrl.types import Algorithm, Task
+
+if TYPE_CHECKING:
+    from mlxrl.policy.policy import Policy
+    from mlxrl.train.evaluate import Evaluation
+    from mlxrl.train.loop import RunState, Step
+    from mlxrl.train.teacher import Teacher
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A run before its models are loaded.
+
+    table: of the algorithm, resolved; held_out: the examples to evaluate on, none without data.evaluation.
+    """
+
+    config: Config
+    origin: Origin
+    algorithm: Algorithm
+    table: Mapping[str, Any]
+    rewards: Rewards
+    environment: Factory | None
+    tasks: tuple[Task, ...]
+    held_out: tuple[Task, ...]
+    sinks: tuple[Sink, ...]
+
+    @classmethod
+    def of(cls, settings: Config, origin: Origin) -> Experiment:
+        """Build everything that can be built without a model; ConfigError for the first fault."""
+        try:
+            algorithm = _within((), algo.build, settings.algorithm)
+            rewards, environment = rewards_of(settings.reward), _environment(settings)
+            _check_algorithm(settings, algorithm)
+            _check_rewards(settings, algorithm, rewards, environment)
+            _check_teacher(settings, algorithm)
+        except UserError as error:
+            raise origin.locate(error) from error.__cause__
+        data = settings.data
+        tasks = _tasks(settings, data.train, None)
+        held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.rows)
+        try:
+            _check_data(settings, rewards, tasks, held_out)
+            sinks = tuple(as_sink(_within(("run", "sinks"), plugins.find, name)) for name in settings.run.sinks)
+        except UserError as error:
+            raise origin.locate(error) from error.__cause__
+        return cls(
+            settings, origin, algorithm, algo.arguments_of(algorithm), rewards, environment, tuple(tasks),
+            tuple(held_out), sinks,
+        )  # fmt: skip
+
+    def with_config(self, settings: Config) -> Experiment:
+        """The same experiment under settings that differ in nothing that was built."""
+        return replace(self, config=settings)
+
+    def toml(self) -> str:
+        """The resolved config: every setting and every argument of the algorithm."""
+        return text(self.config, self.table)
+
+    def load(self, *, trained: bool = True, adapter: str | None = None) -> Policy:
+        """The model with fresh adapters to be trained, with saved ones, or as it is.
+
+        Raises:
+            UserError: it cannot be had, or its template or tokenizer does not take the prompts or the sampling.
+        """
+        from mlxrl.policy.policy import load
+        from mlxrl.rollout.chat import render
+        from mlxrl.rollout.stop_rules import rules_of
+
+        model, sampling = self.config.model, self.config.sampling
+        lora = self.config.lora if trained else None
+        policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
+        rules_of(policy.tokenizer, sampling)
+        for task in (self.tasks if trained else self.held_out) if self.environment is None else ():
+            render(policy.tokenizer, task, thinking=sampling.thinking)
+        return policy
+
+    def teacher(self) -> Teacher | None:
+        """The teacher, its model loaded where it has one of its own; None for an algorithm without one."""
+        from mlxrl.policy.policy import load
+        from mlxrl.train.teacher import Teacher
+
+        given = self.config.teacher
+        if "teacher" not in self.algorithm.needs:
+            return None
+        own = given.id not in (None, "base")
+        policy = load(given.id or "", lora=None, dtype=given.dtype, adapter=given.adapter) if own else None
+        return Teacher(policy, base=given.id == "base", hint=given.hint, thinking=given.thinking)
+
+    def limits(self) -> EpisodeLimits:
+        """What an episode may take."""
+        world = self.config.environment
+        return EpisodeLimits(
+            max_turns=world.max_turns, max_episode_tokens=world.max_episode_tokens, timeout=world.timeout,
+            invalid_penalty=world.invalid_penalty,
+        )  # fmt: skip
+
+    def steps(self, policy: Policy, state: RunState) -> Iterator[Step]:
+        """The steps of training from a state on, each taken when it is asked for."""
+        from mlxrl.train.loop import run
+
+        config = self.config
+        return run(
+            policy, self.tasks, self.algorithm, reward=replace(config.reward, functions=self.rewards.functions),
+            environment=self.environment, teacher=self.teacher(), steps=config.steps, rollout=config.rollout,
+            sampling=config.sampling, limits=self.limits(), train=config.train, optimizer=config.optimizer,
+            seed=config.seed, state=state,
+        )  # fmt: skip
+
+    def evaluator(self, policy: Policy) -> Callable[[], Evaluation]:
+        """What evaluates a policy on the held-out examples, as it is when called."""
+        from mlxrl.train.evaluate import evaluate
+
+        temperature = self.config.evaluation.temperature
+        sampling = replace(self.config.sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
+        return partial(
+            evaluate, policy, self.held_out, self.rewards, sampling=sampling, environment=self.environment,
+            limits=self.limits(), max_rows=self.config.rollout.max_rows, seed=self.config.seed,
+        )  # fmt: skip
+
+
+def _within(where: tuple[str, ...], function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function; its fault is one of a setting."""
+    try:
+        return function(*arguments)
+    except UserError as error:
+        raise SettingError(*where, *error.parts) from error.__cause__
+
+
+def _environment(settings: Config) -> Factory | None:
+    """What makes the environments of episodes, None where the config names nothing."""
+    world = settings.environment
+    if world.factory is None:
+        return None
+    factory = _within(("environment", "factory"), plugins.find, world.factory)
+    _within(("environment",), check_factory, factory, world.arguments)
+    return plugins.Copying(factory, **world.arguments)
+
+
+def _tasks(settings: Config, source: str, limit: int | None) -> list[Task]:
+    data = settings.data
+    if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit")]:
+        raise SettingError("data", "columns", f"{taken[0]!r} is a name that is taken; rename the column to another")
+    return read_tasks(source, data.prompt, system=data.system, limit=limit, **data.columns)
+
+
+def _check_algorithm(settings: Config, algorithm: Algorithm) -> None:
+    """SettingError for settings that the algorithm cannot learn with, or has no use for."""
+    rollout, compares = settings.rollout, getattr(algorithm, "compares", "nothing")
+    compared = {"group": rollout.group_size, "step": rollout.group_size * rollout.tasks_per_step}.get(compares, 2)
+    if compared < 2:
+        why = f"1 cannot learn with {algorithm.name}, which compares a completion with the others of its {compares}"
+        raise SettingError("rollout", "group_size", why)
+    if "reward" not in algorithm.needs:
+        reward = settings.reward
+        given = {
+            ("reward", "overlong_buffer"): reward.overlong_buffer, ("reward", "length_penalty"): reward.length_penalty,
+            ("rollout", "resampling_rounds"): rollout.resampling_rounds,
+        }  # fmt: skip
+        for where, value in given.items():
+            if value:
+                raise SettingError(*where, f"has no effect, because {algorithm.name} does not use rewards")
+    if "observations" in algorithm.needs and settings.environment.max_turns == 1:
+        raise SettingError("algorithm", "echo", "has no effect with environment.max_turns = 1: no answer is read")
+    if "observations" in algorithm.needs and settings.environment.factory is None:
+        raise SettingError("algorithm", "echo", "has no effect without environment.factory")
+
+
+def _check_rewards(
+    settings: Config, algorithm: Algorithm, rewards: Rewards, environment: Factory | None
+) -> None:
+    used = "reward" in algorithm.needs
+    if rewards.functions or earns(environment) or not (used or settings.data.evaluation is not None):
+        return
+    why = f"{algorithm.name} learns from rewards" if used else "data.evaluation is scored by them"
+    why += f", and {settings.environment.factory} gives none" if environment is not None else ""
+    raise SettingError("reward", f"wanted at least one function, got none; {why}")
+
+
+def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
+    teacher, needed = settings.teacher, "teacher" in algorithm.needs
+    given = teacher.id is not None or teacher.hint is not None
+    if given and not needed:
+        raise SettingError("teacher", f"has no effect, because {algorithm.name} does not learn from a teacher")
+    if needed and not given:
+        why = f"{algorithm.name} needs a teacher; wanted a table [teacher] with id or hint"
+        raise SettingError("algorithm", "name", why)
+    if teacher.id == "base" and teacher.hint is None and "reward" not in algorithm.needs:
+        why = "'base' is what training starts from, so nothing is learned; wanted a hint, or algorithm.reward"
+        raise SettingError("teacher", "id", why)
+
+
+def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
+    """SettingError for columns that rewards or the teacher want and the data lack, and for too few examples."""
+    for some in (tasks, held_out):
+        if some:
+            _within(("reward",), check_columns, rewards, list(some[0].columns))
+    if settings.rollout.tasks_per_step > len(tasks):
+        wanted = f"wanted at most the {len(tasks)} examples of {settings.data.train}"
+        raise SettingError("rollout", "tasks_per_step", f"{wanted}, got {settings.rollout.tasks_per_step}")
+    if (hint := settings.teacher.hint) is not None:
+        from mlxrl.train.teacher import hinted
+
+        if hint not in tasks[0].columns:
+            near = did_you_mean(hint, tasks[0].columns) or f"; there are {', '.join(tasks[0].columns)}"
+            raise SettingError("teacher", "hint", f"no column {hint!r} in {settings.data.train}{near}")
+        for task in tasks:
+            hinted(task, hint)

@@ -1,0 +1,225 @@
+"""The life of a run: evaluate, train, checkpoint, states. What it does with the library a user could write too."""
+
+from __future__ import annotations
+
+import shlex
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxrl.errors import UserError
+from mlxrl.runs import facts
+from mlxrl.runs.experiment import Experiment
+from mlxrl.runs.folder import RunFolder
+from mlxrl.runs.shutdown import Shutdown
+from mlxrl.runs.sinks import Description, Outcome, Sink
+
+if TYPE_CHECKING:
+    from mlxrl.policy.policy import Policy
+    from mlxrl.train.evaluate import Evaluation
+
+Busy = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(slots=True)
+class Run:
+    """A run under way.
+
+    sinks: what receives it. busy: the span of something that takes a while, shown to people. lines: what is said of it
+    besides what the experiment says. policy, evaluation: as far as they have come.
+    """
+
+    experiment: Experiment
+    folder: RunFolder
+    shutdown: Shutdown
+    sinks: Sequence[Sink]
+    busy: Busy
+    lines: Sequence[tuple[str, str]] = ()
+    policy: Policy | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __call__(self) -> int:
+        """Run, and leave the folder in the state it ended in. What was learned is saved, whatever ends it.
+
+        Returns:
+            the exit code. An error that the user can put right is raised, the folder's state told.
+        """
+        try:
+            self.folder.enter("running")
+            return self._run()
+        except KeyboardInterrupt:
+            self._keep()
+            self.folder.enter("interrupted")
+            self._end("interrupted")
+            return 130
+        except Exception as error:
+            self._end("failed")
+            try:
+                self._keep()
+            finally:
+                self.folder.failure(error)
+            if isinstance(error, UserError):
+                raise
+            traceback.print_exception(error)
+            return 1
+
+    def _run(self) -> int:
+        """Evaluate, train, save, and evaluate again."""
+        policy, held_out = self._load(), self.experiment.held_out
+        evaluate = self.experiment.evaluator(policy)
+        before = self._evaluate(evaluate, "before training") if held_out else None
+        if before is not None:
+            self._record(before=before.summary(self.experiment.config.evaluation.success))
+        with self.shutdown.graceful():
+            self._train(policy, evaluate)
+        policy.save(self.folder.adapters)
+        if self.shutdown.requested:
+            self.folder.enter("cancelled")
+            self._end("cancelled", [f"stopped; the adapter so far is in {self.folder.adapters}"])
+            return 130
+        if before is not None:
+            from mlxrl.train.evaluate import compare
+
+            after = self._evaluate(evaluate, "after training")
+            self._record(after=after.summary(self.experiment.config.evaluation.success), **compare(before, after))
+        self.folder.enter("succeeded")
+        self._end("succeeded", self._next())
+        return 0
+
+    def _load(self) -> Policy:
+        source, teacher = self.experiment.config.model.id, self.experiment.config.teacher.id
+        with self.busy(f"loading {near(source)}"):
+            self.policy = policy = self.experiment.load()
+        self.folder.record(model={"id": source, "files": facts.model_digests(source)})
+        if teacher not in (None, "base"):
+            self.folder.record(teacher={"id": teacher, "files": facts.model_digests(teacher)})
+        title = f"mlxrl {facts.versions()['mlxrl']}"
+        lines = [*summary(self.experiment, policy.trainable_parameters), *self.lines]
+        description = Description(title, lines, policy.adapted, self.experiment.config, self.folder.path)
+        for sink in self.sinks:
+            sink.begin(description)
+        return policy
+
+    def _train(self, policy: Policy, evaluate: Callable[[], Evaluation]) -> None:
+        """Take the steps, up to the last one or the one in which the run was asked to stop."""
+        from mlxrl.train import checkpoint
+        from mlxrl.train.loop import RunState
+        from mlxrl.train.optimizer import make_optimizer
+
+        config = self.experiment.config
+        updates = config.train.updates_per_rollout * config.train.minibatches
+        state = RunState(make_optimizer(config.optimizer, config.steps, updates))
+        for step in self.experiment.steps(policy, state):
+            done = step.index + 1
+            if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
+                self.folder.event("no signal", step=done, groups=step.metrics["groups/sampled"])
+            for sink in self.sinks:
+                sink.step(step)
+            if due(config.run.checkpoint_every, done):
+                checkpoint.save(self.folder.checkpoint(done), policy, state)
+            if self.shutdown.requested:
+                return
+            if self.experiment.held_out and due(config.run.evaluate_every, done) and done < config.steps:
+                self._evaluate(evaluate, f"after step {done}")
+
+    def _evaluate(self, evaluate: Callable[[], Evaluation], when: str) -> Evaluation:
+        with self.busy(f"evaluating {len(self.experiment.held_out):,} held-out examples"):
+            found = evaluate()
+        summary = found.summary(self.experiment.config.evaluation.success)
+        for sink in self.sinks:
+            sink.evaluation(when, summary)
+        self.folder.event("evaluation", when=when, **summary)
+        return found
+
+    def _record(self, **found: Any) -> None:
+        self.evaluation |= found
+        self.folder.evaluation(self.evaluation)
+
+    def _keep(self) -> None:
+        """Save what was learned so far, if there is something."""
+        if self.policy is not None:
+            self.policy.save(self.folder.adapters)
+
+    def _end(self, state: str, lines: Sequence[str] = ()) -> None:
+        for sink in self.sinks:
+            sink.end(Outcome(state, self.evaluation, lines))
+
+    def _next(self) -> list[str]:
+        model, adapters = near(self.experiment.config.model.id), self.folder.adapters
+        if model.endswith(".gguf"):
+            return [f"adapter   {adapters}"]
+        words = shlex.join(["mlx_lm.generate", "--model", model, "--adapter-path", str(adapters), "--prompt"])
+        return [f"adapter   {adapters}", f"try it    {words} ..."]
+
+
+def due(every: int, done: int) -> bool:
+    """Whether what is done every so many steps is due after so many; 0 is never."""
+    return every > 0 and done % every == 0
+
+
+def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[str, str]]:
+    """What a run is and does, as labelled lines for people. trainable: parameters, where the model is loaded."""
+    config, table = experiment.config, experiment.table
+    rollout, train, lora = config.rollout, config.train, config.lora
+    count = rollout.tasks_per_step * rollout.group_size
+    turns = " a turn" if experiment.environment is not None else ""
+    rounds = f", at most {times(rollout.resampling_rounds, 'resampling round')}" if rollout.resampling_rounds else ""
+    held_out = f"; held out {len(experiment.held_out):,} of {near(config.data.evaluation)}" if config.data.evaluation else ""
+    arguments = ", ".join(f"{name}={value!r}" for name, value in table.items() if name != "name" and value is not None)
+    parameters = f": {trainable:,} trainable parameters" if trainable else ""
+    lines = [
+        ("model", f"{near(config.model.id)}{f' ({config.model.dtype})' if config.model.dtype else ''}"),
+        ("adapters", f"LoRA rank {lora.rank}, scale {lora.scale:g}{parameters}"),
+        ("data", f"{len(experiment.tasks):,} examples of {near(config.data.train)}{held_out}"),
+        ("environment", _environment(experiment)),
+        ("reward", ", ".join(near(str(name)) for name in config.reward.functions) or "none"),
+        ("algorithm", f"{experiment.algorithm.name}({arguments})"),
+        ("teacher", _teacher(experiment)),
+        (
+            "a step",
+            f"{rollout.tasks_per_step} prompts x {rollout.group_size} completions = {count} completions of at most "
+            f"{config.sampling.max_tokens} tokens{turns}{rounds}, "
+            f"{times(train.updates_per_rollout * train.minibatches, 'update')}",
+        ),
+        ("a run", f"{config.steps} steps{_evaluations(experiment)}, in {config.run.folder}"),
+    ]
+    return [(label, value) for label, value in lines if value]
+
+
+def _environment(experiment: Experiment) -> str:
+    world = experiment.config.environment
+    if world.factory is None:
+        return ""
+    arguments = ", ".join(f"{name}={value!r}" for name, value in world.arguments.items())
+    most = "" if world.max_episode_tokens is None else f", at most {world.max_episode_tokens} tokens an episode"
+    return f"{near(world.factory)}({arguments}), at most {times(world.max_turns, 'turn')}{most}"
+
+
+def _teacher(experiment: Experiment) -> str:
+    teacher = experiment.config.teacher
+    if "teacher" not in experiment.algorithm.needs:
+        return ""
+    name = {None: "the model itself", "base": "the model without adapters"}.get(teacher.id, near(teacher.id or ""))
+    adapter = f" with {near(teacher.adapter)}" if teacher.adapter else ""
+    return f"{name}{adapter}{f', with the hint {teacher.hint}' if teacher.hint else ''}"
+
+
+def _evaluations(experiment: Experiment) -> str:
+    if not experiment.held_out:
+        return ", no evaluation"
+    config = experiment.config
+    between = (config.steps - 1) // config.run.evaluate_every if config.run.evaluate_every else 0
+    return f", {2 + between} evaluations of {times(len(experiment.held_out), 'example')}"
+
+
+def times(count: int, noun: str) -> str:
+    """A count with its noun."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def near(path: str) -> str:
+    """A path as seen from the current directory where it lies below it."""
+    return path.removeprefix(f"{Path.cwd()}/")

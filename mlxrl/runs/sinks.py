@@ -1,0 +1,132 @@
+"""What receives the steps of a run: one small class. Console, metrics.jsonl and samples.jsonl are three of them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxrl.errors import UserError, brief, exception_line
+from mlxrl.files import append_line
+from mlxrl.rewards import best_and_worst
+from mlxrl.types import Trajectory
+
+if TYPE_CHECKING:
+    from mlxrl.policy.lora import Adapted
+    from mlxrl.settings import Config
+    from mlxrl.train.loop import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a run is: its title, labelled lines for people, the adapted layers, its config and its folder."""
+
+    title: str
+    lines: Sequence[tuple[str, str]]
+    adapted: Sequence[Adapted]
+    config: Config
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: its state, its evaluations, and what to do next."""
+
+    state: str
+    evaluation: Mapping[str, Any]
+    next_lines: Sequence[str] = ()
+
+
+class Sink:
+    """What receives a run: any object with some of these methods, which do nothing here."""
+
+    def begin(self, run: Description) -> None:
+        """The model is loaded; the first evaluation comes next."""
+
+    def step(self, step: Step) -> None:
+        """A step was taken. Its metrics are numbers; its groups are there too."""
+
+    def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
+        """The held-out examples were evaluated "before training", "after step 10" or "after training"."""
+
+    def end(self, outcome: Outcome) -> None:
+        """The run ends, however it does."""
+
+
+METHODS = ("begin", "step", "evaluation", "end")
+
+
+class UserSink(Sink):
+    """A function of a step, an object with some of a sink's methods, or a class of such objects.
+
+    What it raises is a warning, and it receives nothing more: a run does not end for its sake.
+    """
+
+    def __init__(self, name: str, given: Any) -> None:
+        try:
+            given = given() if isinstance(given, type) else given
+        except (Exception, SystemExit) as error:
+            raise UserError(f"{name!r}", f"cannot be made: {exception_line(error)}") from error
+        self._name = name
+        self._methods = {method: function for method in METHODS if callable(function := getattr(given, method, None))}
+        if not self._methods and callable(given):
+            self._methods = {"step": given}
+        if not self._methods:
+            why = f"wanted a function of a step, or an object with {', '.join(METHODS)}, got {brief(given)}"
+            raise UserError(f"{name!r}", why)
+        for method in METHODS:
+            setattr(self, method, lambda *arguments, method=method: self._send(method, *arguments))
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        if method not in self._methods:
+            return
+        try:
+            self._methods[method](*arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (user code)
+            self._methods = {}
+            line = exception_line(error)
+            warnings.warn(f"sink {self._name}: {method}: {line}; it receives nothing more", stacklevel=2)
+
+
+class MetricsFile(Sink):
+    """metrics.jsonl: the numbers of every step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "metrics.jsonl"
+
+    def step(self, step: Step) -> None:
+        append_line(self._path, {"step": step.index + 1, "time": time.time(), **step.metrics})
+
+
+class SamplesFile(Sink):
+    """samples.jsonl: the best and the worst trajectory of every group."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "samples.jsonl"
+
+    def step(self, step: Step) -> None:
+        for number, group in enumerate(step.groups):
+            for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False):
+                append_line(self._path, {"step": step.index + 1, "group": number, "kind": kind, **_sample(one)})
+
+
+def _sample(one: Trajectory) -> dict[str, Any]:
+    """A trajectory for people, with its turns where an environment answered."""
+    sample = {
+        "prompt": one.task.prompt, "completion": one.text, "reward": one.reward, "rewards": dict(one.rewards),
+        "stop": one.stop, "length": one.length,
+    }  # fmt: skip
+    if one.error:
+        sample["error"] = one.error
+    if one.error or any(turn.observation_text for turn in one.turns):
+        sample["turns"] = [
+            {
+                "observation": turn.observation_text, "action": turn.text, "reward": turn.reward,
+                "length": len(turn.tokens), "invalid": turn.invalid,
+            }
+            for turn in one.turns
+        ]  # fmt: skip
+    return sample

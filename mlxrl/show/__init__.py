@@ -1,1 +1,0 @@
-"""How a run is shown to people."""
