@@ -3,7 +3,7 @@
     from functools import partial
     from examples.textarena_env import TextArena, game_tasks
 
-    groups = rl.rollout(policy, game_tasks("GuessTheNumber-v0", 8), group_size=8, environment=TextArena, max_turns=12)
+    groups = rl.sample(policy, game_tasks("GuessTheNumber-v0", 8), group_size=8, environment=TextArena)
 
 or in TOML, with rows {"prompt": "GuessTheNumber-v0", "seed": 3}:
 

@@ -3,10 +3,10 @@
     from examples.verifiers_env import Verifiers
 
     world = Verifiers(load_environment())             # of your single-file environment
-    groups = rl.rollout(policy, world.tasks(64), group_size=8, environment=world, max_turns=10)
+    groups = rl.sample(policy, world.tasks(64), group_size=8, environment=world)
 
 A prompt, what the environment responds and when it stops are its own; the reward is its rubric's, at the end. Turns are
-bounded by `max_turns` of the rollout or of the environment. Its coroutines run on one event loop, in a thread.
+bounded by `EpisodeLimits(max_turns=...)` or by the environment. Its coroutines run on one event loop, in a thread.
 Environments with tools are not adapted, because they read calls that a server has parsed: see `mlxrl.tools`.
 """
 

@@ -2,12 +2,10 @@
 
 The names below are the library; `examples/loop.py` is a training run written with them. More recipes, and the pieces
 that all are made of, are in `mlxrl.algo`. Each name is imported when it is first asked for, so that `mlxrl --help`
-loads no numpy and a machine without MLX's backend can be told so.
+loads no numpy and a machine without MLX's backend gets a line that says so.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,18 +16,20 @@ if TYPE_CHECKING:
     from mlxrl.policy.load import Policy, load
     from mlxrl.policy.logprobs import logprobs
     from mlxrl.rewards import score
-    from mlxrl.rollout.episodes import rollout
-    from mlxrl.settings import Sampling
+    from mlxrl.rollout.sample import sample
+    from mlxrl.settings import EpisodeLimits, Sampling
     from mlxrl.train.evaluate import compare, evaluate
-    from mlxrl.train.loop import Step, train
+    from mlxrl.train.loop import Step, run
     from mlxrl.train.pack import pack
     from mlxrl.train.step import update
-    from mlxrl.types import Algorithm, Feedback, MicroBatch, Task, Trajectory, Turn
+    from mlxrl.types import Algorithm, Environment, Feedback, MicroBatch, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm",
+    "Environment",
+    "EpisodeLimits",
     "Feedback",
     "LoRA",
     "MicroBatch",
@@ -53,10 +53,10 @@ __all__ = [
     "pack",
     "rewards",
     "rloo",
-    "rollout",
+    "run",
+    "sample",
     "score",
     "tasks",
-    "train",
     "update",
     "without_adapters",
 ]
@@ -68,38 +68,20 @@ _HOMES = {
     "mlxrl.policy.load": ("Policy", "load"),
     "mlxrl.policy.logprobs": ("logprobs",),
     "mlxrl.rewards": ("score",),
-    "mlxrl.rollout.episodes": ("rollout",),
+    "mlxrl.rollout.sample": ("sample",),
+    "mlxrl.settings": ("EpisodeLimits", "Sampling"),
     "mlxrl.train.evaluate": ("compare", "evaluate"),
-    "mlxrl.train.loop": ("Step", "train"),
+    "mlxrl.train.loop": ("Step", "run"),
     "mlxrl.train.pack": ("pack",),
     "mlxrl.train.step": ("update",),
-    "mlxrl.settings": ("Sampling",),
-    "mlxrl.types": ("Algorithm", "Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
+    "mlxrl.types": ("Algorithm", "Environment", "Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
-class _Public:
-    """A name of the library. `train` and `rollout` are functions here although modules have the same names."""
-
-    def __init__(self, home: str, name: str) -> None:
-        self.home, self.name = home, name
-
-    def __get__(self, library: Any, kind: Any = None) -> Any:
-        return getattr(import_module(self.home), self.name)
-
-    def __set__(self, library: Any, value: Any) -> None:
-        if not isinstance(value, ModuleType):  # the import system enters every submodule under its name
-            raise AttributeError(f"mlxrl.{self.name} cannot be replaced")
-
-
-class _Library(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name in ("algo", "rewards"):
-            return import_module(f"mlxrl.{name}")
+def __getattr__(name: str) -> Any:
+    if name in ("algo", "rewards"):
+        return import_module(f"mlxrl.{name}")
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'mlxrl' has no attribute {name!r}")
-
-
-for _home, _names in _HOMES.items():
-    for _name in _names:
-        setattr(_Library, _name, _Public(_home, _name))
-sys.modules[__name__].__class__ = _Library
+    return getattr(import_module(_HOME_OF[name]), name)

@@ -106,15 +106,15 @@ def test_every_setting_arrives(folder, monkeypatch):
     monkeypatch.setattr(Evaluation, "summary", lambda self, success: {"accuracy": success, "mean_reward": 0.0, "n": 8})
     monkeypatch.setattr("mlxrl.cli.training.compare", lambda before, after: {"difference": 0.0, "interval": [0.0, 0.0]})
     monkeypatch.setattr(import_module("mlxrl.train.evaluate"), "evaluate", spy("evaluate", scored))
-    monkeypatch.setattr(import_module("mlxrl.train.loop"), "train", spy("train", iter(())))
+    monkeypatch.setattr(import_module("mlxrl.train.loop"), "run", spy("train", iter(())))
     monkeypatch.setattr(import_module("mlxrl.train.optimizer"), "optimizer", spy("optimizer", None))
-    monkeypatch.setattr(import_module("mlxrl.rollout.render"), "render", spy("render", None))
-    monkeypatch.setattr(import_module("mlxrl.rollout.episodes"), "rules_of", spy("rules", None))  # it does not think
+    monkeypatch.setattr(import_module("mlxrl.rollout.chat"), "render", spy("render", None))
+    monkeypatch.setattr(import_module("mlxrl.rollout.stop_rules"), "rules_of", spy("rules", None))  # it does not think
     settings = {
         "seed": 5, "steps": 7, "model.dtype": '"float16"', "lora.rank": 3, "lora.scale": 1.5, "lora.dropout": 0.25,
-        "lora.keys": '["self_attn.q_proj"]', "data.thinking": "true", "reward.weights": "[0.5]",
-        "rollout.tasks_per_step": 3, "rollout.group_size": 6, "rollout.max_tokens": 9, "rollout.temperature": 0.75,
-        "rollout.top_p": 0.875, "rollout.top_k": 11, "rollout.min_p": 0.125, "rollout.max_rows": 13,
+        "lora.keys": '["self_attn.q_proj"]', "sampling.thinking": "true", "reward.weights": "[0.5]",
+        "rollout.tasks_per_step": 3, "rollout.group_size": 6, "sampling.max_tokens": 9, "sampling.temperature": 0.75,
+        "sampling.top_p": 0.875, "sampling.top_k": 11, "sampling.min_p": 0.125, "rollout.max_rows": 13,
         "train.tokens_per_pass": 99, "train.max_tokens_per_row": 77, "train.updates_per_rollout": 2,
         "optimizer.name": '"lion"',
         "optimizer.learning_rate": 0.5, "optimizer.schedule": '"cosine"', "optimizer.warmup_steps": 4,
@@ -122,15 +122,15 @@ def test_every_setting_arrives(folder, monkeypatch):
         "evaluation.temperature": 0.375, "evaluation.success": 0.6, "algorithm.kl": 0.03, "algorithm.name": "opd",
         "algorithm.reward": 0.25, "teacher.id": EXAMPLE, "teacher.dtype": "bfloat16", "teacher.hint": "answer",
         "reward.overlong_buffer": 5, "reward.overlong_factor": 2, "reward.overlong_cap": 1,
-        "reward.length_penalty": 0.5, "rollout.stop_strings": '["\\n"]', "rollout.min_tokens": 2,
-        "rollout.thinking_budget": 5, "rollout.repetition_penalty": 1.125, "rollout.presence_penalty": 0.625,
-        "rollout.frequency_penalty": 0.1875, "rollout.penalty_context": 6,
+        "reward.length_penalty": 0.5, "sampling.stop_strings": '["\\n"]', "sampling.min_tokens": 2,
+        "sampling.thinking_budget": 5, "sampling.repetition_penalty": 1.125, "sampling.presence_penalty": 0.625,
+        "sampling.frequency_penalty": 0.1875, "sampling.penalty_context": 6,
         "rollout.max_draws": 4, "train.minibatches": 3, "train.recompute": "true",
     }  # fmt: skip
     assert train(folder, *(f"{key}={value}" for key, value in settings.items())) == 0
     rules = {
         "stop_strings": ("\n",), "min_tokens": 2, "thinking_budget": 5, "repetition_penalty": 1.125,
-        "presence_penalty": 0.625, "frequency_penalty": 0.1875, "penalty_context": 6,
+        "presence_penalty": 0.625, "frequency_penalty": 0.1875, "penalty_context": 6, "thinking": True,
     }  # fmt: skip
     sampling = Sampling(max_tokens=9, temperature=0.75, top_p=0.875, top_k=11, min_p=0.125, **rules)
     policy, rows, algorithm = (seen["train"].pop(place) for place in range(3))
@@ -144,7 +144,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert {a.dtype for name, a in tree_flatten(policy.model.parameters()) if "lora" not in name} == {mx.float16}
     assert seen["train"] == {
         "steps": 7, "tasks_per_step": 3, "group_size": 6, "sampling": sampling, "optimizer": None, "seed": 5,
-        "weights": (0.5,), "max_rows": 13, "thinking": True, "tokens_per_pass": 99, "updates_per_rollout": 2,
+        "weights": (0.5,), "max_rows": 13, "tokens_per_pass": 99, "updates_per_rollout": 2,
         "max_tokens_per_row": 77,
         "max_grad_norm": 17.0, "max_draws": 4, "minibatches": 3, "recompute": True,
     }  # fmt: skip
@@ -161,7 +161,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert (seen["evaluate"].pop(0), len(seen["evaluate"].pop(1)), seen["evaluate"].pop(2)) == (policy, 8, [function])
     assert seen["evaluate"] == {
         "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules),
-        "weights": (0.5,), "max_rows": 13, "thinking": True,
+        "weights": (0.5,), "max_rows": 13,
         "seed": 5,
     }  # fmt: skip
     assert seen["render"]["thinking"] is True
@@ -409,8 +409,8 @@ def test_eval_wants_rows(folder, capsys):
 
 
 def test_a_thinking_budget_for_a_model_that_does_not_think_is_the_users_fault(folder, capsys):
-    assert train(folder, "rollout.thinking_budget=5") == 2
-    assert main(["eval", "--config", "run.toml", "rollout.thinking_budget=5"]) == 2
+    assert train(folder, "sampling.thinking_budget=5") == 2
+    assert main(["eval", "--config", "run.toml", "sampling.thinking_budget=5"]) == 2
     line = "mlxrl: sampling: thinking_budget: the tokenizer has no tokens that begin and end thinking; leave it out\n"
     assert capsys.readouterr().err == 2 * line
 
@@ -468,6 +468,6 @@ def test_eval_tells_a_fault_from_an_error(folder, capsys, monkeypatch):
     def broken(*arguments, **keywords):
         raise ValueError("[matmul] shapes")
 
-    monkeypatch.setattr(import_module("mlxrl.train.evaluate"), "rollout", broken)
+    monkeypatch.setattr(import_module("mlxrl.train.evaluate"), "sample", broken)
     with pytest.raises(RuntimeError, match="the evaluation failed"):
         main(["eval", "--config", "run.toml"])

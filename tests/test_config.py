@@ -63,31 +63,31 @@ def test_overrides_are_toml_and_bare_texts(folder):
     got = read(
         folder,
         "optimizer.learning_rate=2e-5",
-        "rollout.top_p=1",
+        "sampling.top_p=1",
         'run.folder="a = b"',
         "model.id=other/name",
         "model.dtype=bfloat16",
         'lora.keys=["self_attn.q_proj"]',
         "data.columns.answer=answer",
-        "data.thinking=false",
+        "sampling.thinking=false",
         "optimizer.betas=[0.9, 0.95]",
         "optimizer.max_grad_norm=inf",
         "algorithm.clip=[0.2, 0.28]",
         text="[optimizer]\nlearning_rate = 1\nwarmup_steps = 3\n",
     )
     assert (got.optimizer.learning_rate, got.optimizer.warmup_steps) == (2e-5, 3)
-    assert got.rollout.top_p == 1.0
-    assert type(got.rollout.top_p) is float
+    assert got.sampling.top_p == 1.0
+    assert type(got.sampling.top_p) is float
     assert (got.run.folder, got.model.id, got.model.dtype) == ("a = b", "other/name", "bfloat16")
     assert got.lora.keys == ("self_attn.q_proj",)
-    assert (got.data.columns, got.data.thinking) == ({"answer": "answer"}, False)
+    assert (got.data.columns, got.sampling.thinking) == ({"answer": "answer"}, False)
     assert got.optimizer.betas == (0.9, 0.95)
     assert got.optimizer.max_grad_norm == math.inf
     assert config.algorithm(got).arguments["clip"] == (0.2, 0.28)
 
 
 REFUSED_FILES = {
-    "[rollout]\ntemprature = 1": "run.toml: rollout: unknown key 'temprature'; did you mean 'temperature'?",
+    "[sampling]\ntemprature = 1": "run.toml: sampling: unknown key 'temprature'; did you mean 'temperature'?",
     "[rolout]\ntop_p = 1": "run.toml: unknown table [rolout]; did you mean 'rollout'?",
     "[run]\nxyz = 1": "run.toml: run: unknown key 'xyz'; there are folder, checkpoint_every, evaluate_every",
     "[lora]\nrank = true": "run.toml: lora: rank: wanted a whole number, got true",
@@ -97,12 +97,12 @@ REFUSED_FILES = {
     "[lora]\ndropout = 1": "run.toml: lora: dropout: wanted at least 0 and less than 1, got 1",
     "[lora]\nkeys = []": "run.toml: lora: keys: wanted at least one name, got none; leave it out",
     "[lora]\nkeys = [1]": "run.toml: lora: keys: wanted a text in quotes, got [1]",
-    "[rollout]\ntop_p = true": "run.toml: rollout: top_p: wanted a number, got true",
-    "[rollout]\ntop_p = 0": "run.toml: rollout: top_p: wanted more than 0 and at most 1, got 0",
-    "[rollout]\nmin_p = nan": "run.toml: rollout: min_p: wanted at least 0 and at most 1, got NaN",
-    "[rollout]\ntemperature = inf": "temperature: wanted more than 0, got Infinity; at 0",
-    "[rollout]\ntemperature = 0": "temperature: wanted more than 0, got 0; at 0 a group's attempts are all equal",
-    "[rollout]\ntop_k = 1": "run.toml: rollout: top_k: 1 makes a group's attempts all equal and nothing is learned",
+    "[sampling]\ntop_p = true": "run.toml: sampling: top_p: wanted more than 0 and at most 1, got true",
+    "[sampling]\ntop_p = 0": "run.toml: sampling: top_p: wanted more than 0 and at most 1, got 0",
+    "[sampling]\nmin_p = nan": "run.toml: sampling: min_p: wanted at least 0 and at most 1, got NaN",
+    "[sampling]\ntemperature = inf": "temperature: wanted at least 0, got Infinity",
+    "[sampling]\ntemperature = 0": "temperature: wanted more than 0, got 0; at 0 a group's completions are all equal",
+    "[sampling]\ntop_k = 1": "run.toml: sampling: top_k: 1 makes a group's completions all equal and nothing is",
     "[rollout]\ngroup_size = 1": "run.toml: rollout: group_size: 1 cannot learn with grpo: its baseline needs",
     "[optimizer]\nlearning_rate = 0": "run.toml: optimizer: learning_rate: wanted more than 0, got 0; at 0 nothing is",
     "[optimizer]\nmax_grad_norm = 0": "wanted more than 0, got 0; at 0 nothing is learned; inf switches clipping off",
@@ -121,9 +121,11 @@ REFUSED_FILES = {
     "[evaluation]\nsuccess = nan": "run.toml: evaluation: success: wanted a finite number, got NaN",
     "[train]\nupdates_per_rollout = 0": "run.toml: train: updates_per_rollout: wanted at least 1, got 0",
     "[train]\nminibatches = 5": "run.toml: train: minibatches: wanted at most the 4 groups of a step, got 5",
-    "[rollout]\nmin_tokens = 300": "run.toml: rollout: min_tokens: wanted at most rollout.max_tokens, 256, got 300",
-    "[rollout]\npenalty_context = 5": "run.toml: rollout: penalty_context: has no effect without a penalty",
-    "[rollout]\nstop_strings = ['']": "run.toml: rollout: stop_strings: wanted texts that are not empty, got ['']",
+    "[sampling]\nmin_tokens = 300": "run.toml: sampling: min_tokens: wanted at most max_tokens, 256, got 300",
+    "[sampling]\npenalty_context = 5": "run.toml: sampling: penalty_context: has no effect without a penalty",
+    "[sampling]\nstop_strings = ['']": "run.toml: sampling: stop_strings: wanted a list, each a text that is not empty",
+    "[rollout]\nmax_tokens = 9": "run.toml: rollout: max_tokens: renamed to sampling.max_tokens",
+    "[data]\nthinking = true": "run.toml: data: thinking: renamed to sampling.thinking",
     "[rollout]\nmax_draws = 0": "run.toml: rollout: max_draws: wanted at least 1, got 0",
     "[algorithm]\nkl = -0.1": "run.toml: algorithm: grpo: kl: wanted at least 0, got -0.1",
     "[echo]\nweight = 0.1\n[environment]\nfactory = 'mlxrl.environments:Maze'\nmax_turns = 1": (
@@ -140,7 +142,7 @@ def test_a_file_is_refused_in_one_line(folder, text, message):
 
 
 REFUSED_OVERRIDES = {
-    "rollout.temprature=1": "command line: rollout: unknown key 'temprature'; did you mean 'temperature'?",
+    "sampling.temprature=1": "command line: sampling: unknown key 'temprature'; did you mean 'temperature'?",
     "rolout.top_p=1": "command line: unknown table [rolout]; did you mean 'rollout'?",
     "learning_rate=1": "command line: unknown key 'learning_rate'; did you mean 'optimizer.learning_rate'?",
     "seed=true": "command line: seed: wanted a whole number, got true",
@@ -169,7 +171,7 @@ REFUSED_OVERRIDES = {
     "steps": "command line: wanted key=value such as optimizer.learning_rate=2e-5, got 'steps'",
     "reward.overlong_factor=2": "command line: reward: overlong_factor: has no effect without reward.overlong_buffer",
     "reward.overlong_cap=2": "reward: overlong_cap: has no effect without reward.overlong_buffer",
-    "reward.overlong_buffer=257": "reward: overlong_buffer: wanted at most rollout.max_tokens, 256, got 257",
+    "reward.overlong_buffer=257": "reward: overlong_buffer: wanted at most sampling.max_tokens, 256, got 257",
     "reward.length_penalty=-1": "command line: reward: length_penalty: wanted at least 0, got -1",
     "algorithm.clp=[0.1, 0.2]": "command line: algorithm: grpo: unknown argument 'clp'; did you mean 'clip'?",
 }

@@ -19,7 +19,7 @@ from mlxrl.algo.recipes import grpo
 from mlxrl.policy import logprobs as module
 from mlxrl.policy.load import Policy
 from mlxrl.settings import Sampling
-from mlxrl.train.loop import train
+from mlxrl.train import loop
 from mlxrl.train.pack import pack
 from mlxrl.train.step import update
 from mlxrl.types import Batch, Task
@@ -72,7 +72,7 @@ def test_an_update_runs_one_pass_and_one_for_a_reference(counted, kl, passes, to
 def test_old_logprobs_are_computed_once_where_there_are_several_updates(counted, kl, updates, passes):
     p, read, positions = counted
     algo = grpo(kl=kl)
-    (step,) = train(
+    (step,) = loop.run(
         p, [Task(LONG)], algo, reward=lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)],
         steps=1, tasks_per_step=1, group_size=4, sampling=Sampling(max_tokens=6), updates_per_rollout=updates,
         optimizer=optim.SGD(0.0),

@@ -18,9 +18,9 @@ from mlxrl.policy import head
 from mlxrl.policy.adapters import LoRA
 from mlxrl.policy.load import Policy, policy
 from mlxrl.policy.logprobs import logprobs
-from mlxrl.rollout.render import render
+from mlxrl.rollout.chat import render
 from mlxrl.settings import Sampling
-from mlxrl.train.loop import train
+from mlxrl.train import loop
 from mlxrl.train.pack import pack
 from mlxrl.train.step import fill, gradient, update
 from mlxrl.train.teacher import Teacher, hinted, teacher_of
@@ -260,14 +260,14 @@ def test_training_needs_no_reward(options):
     p, other = a_policy(), a_teacher()
     run: dict[str, Any] = {"steps": 2, "tasks_per_step": 2, "group_size": 2, "sampling": Sampling(max_tokens=5)}
     tasks = [Task(text, {"hint": HINT}) for text in ("one", "two", "three")]
-    found = list(train(p, tasks, recipe(**options), teacher=other, minibatches=2, **run))
+    found = list(loop.run(p, tasks, recipe(**options), teacher=other, minibatches=2, **run))
     for step in found:
         assert math.isnan(step.metrics["reward/mean"])
         assert step.metrics["reward/failed"] == step.metrics["groups/silent"] == 0
         assert step.metrics["policy/updates"] == 2
         assert step.metrics["policy/teacher_kl"] != 0
-    scored = list(train(p, tasks, recipe(**options), hint="hint", reward=length, **run))
+    scored = list(loop.run(p, tasks, recipe(**options), hint="hint", reward=length, **run))
     assert all(step.metrics["policy/updates"] == 1 for step in scored)
     assert all(math.isfinite(step.metrics["reward/mean"]) for step in scored)
     with pytest.raises(ValueError, match="grpo learns from rewards; wanted at least one function"):
-        next(train(p, tasks, algo.grpo(), **run))
+        next(loop.run(p, tasks, algo.grpo(), **run))

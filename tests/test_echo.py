@@ -19,9 +19,9 @@ from mlxrl.algo.echo import at_step, with_echo
 from mlxrl.cli import compose
 from mlxrl.environments import Maze, maze_tasks
 from mlxrl.policy.logprobs import logprobs
-from mlxrl.rollout.turns import go_on, open_chat
-from mlxrl.settings import Sampling
-from mlxrl.train.loop import train
+from mlxrl.rollout.chat import continue_chat, start_chat
+from mlxrl.settings import EpisodeLimits, Sampling
+from mlxrl.train import loop
 from mlxrl.train.pack import pack
 from mlxrl.train.parts import parts
 from mlxrl.train.step import fill, gradient, update
@@ -265,21 +265,23 @@ def test_an_answer_in_a_rewritten_history_is_predicted_too() -> None:
 def test_what_is_new_in_a_rewritten_history() -> None:
     """The template drops what was thought, so the second prompt is a new one; it ends in the answer and its marks."""
     tokens = tokenizer()
-    opening = open_chat(tokens, "one?")
+    opening = start_chat(tokens, "one?")
     reply = tokens.encode("<think>so</think>1", add_special_tokens=False)
-    got = go_on(tokens, opening.chat, reply, (), "two?")
-    assert got.fresh
-    assert tokens.decode(list(got.ids[-got.new :])) == "two?<end><assistant><think>"
-    said = go_on(tokens, opening.chat, reply, (), ({"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}))
-    assert tokens.decode(list(said.ids[-said.new :])) == "a<end><tool>b<end><assistant><think>"
+    got = continue_chat(tokens, opening.chat, reply, (), "two?")
+    assert got.history_rewritten
+    assert tokens.decode(list(got.ids[-got.new_suffix :])) == "two?<end><assistant><think>"
+    said = continue_chat(
+        tokens, opening.chat, reply, (), ({"role": "tool", "content": "a"}, {"role": "tool", "content": "b"})
+    )
+    assert tokens.decode(list(said.ids[-said.new_suffix :])) == "a<end><tool>b<end><assistant><think>"
 
 
 def test_a_run_tapers_it() -> None:
     """Four turns of a maze by a model that knows nothing: the weight is 0.4, 0.3, 0.2 and 0.1, and in the end 0."""
     p, a = a_policy(), with_echo(algo.gigpo(), 0.4, steps=4)
-    run = train(
-        p, maze_tasks(2), a, environment=Maze, steps=5, tasks_per_step=1, group_size=2, max_turns=2,
-        sampling=Sampling(max_tokens=3), optimizer=optim.SGD(1e-3),
+    run = loop.run(
+        p, maze_tasks(2), a, environment=Maze, steps=5, tasks_per_step=1, group_size=2,
+        limits=EpisodeLimits(max_turns=2), sampling=Sampling(max_tokens=3), optimizer=optim.SGD(1e-3),
     )  # fmt: skip
     found = [step.metrics for step in run]
     assert [m.get("policy/echo_coefficient", 0.0) for m in found] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])

@@ -108,7 +108,7 @@ def test_importing_the_library_loads_no_model_library():
 def test_public_names_exist_and_are_few():
     import mlxrl
 
-    assert len(mlxrl.__all__) <= 30
+    assert len(mlxrl.__all__) <= 40
     assert all(getattr(mlxrl, name) is not None for name in mlxrl.__all__)
 
 
@@ -124,7 +124,7 @@ def test_public_names_exist_and_are_few():
 )
 def test_help_and_faults_answer_in_half_a_second(tmp_path, arguments, code, piece):
     bad = tmp_path / "bad.toml"
-    bad.write_text('[model]\nid="a/b"\n[data]\ntrain="a.jsonl"\n[reward]\nfunctions=[]\n[rollout]\ntemprature=1\n')
+    bad.write_text('[model]\nid="a/b"\n[data]\ntrain="a.jsonl"\n[reward]\nfunctions=[]\n[sampling]\ntemprature=1\n')
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = python("-m", "mlxrl", *(word.format(bad=bad) for word in arguments))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -164,7 +164,7 @@ def test_it_fits_and_says_in_what(folder, capsys):
 
 
 def test_what_does_not_fit_is_named_with_what_would(folder, capsys):
-    many = ["rollout.tasks_per_step=64", "rollout.max_tokens=200", "train.tokens_per_pass=2048"]
+    many = ["rollout.tasks_per_step=64", "sampling.max_tokens=200", "train.tokens_per_pass=2048"]
     assert plan(*many, "--memory", "0.02") == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("does not fit, because ")
@@ -179,7 +179,7 @@ def test_nothing_fits_into_less_than_the_weights(folder, capsys):
 
 
 def test_fit_prints_what_can_be_put_on_the_command_line(folder, capsys):
-    many = ["rollout.tasks_per_step=64", "rollout.max_tokens=200"]
+    many = ["rollout.tasks_per_step=64", "sampling.max_tokens=200"]
     assert plan(*many, "--fit", "--memory", "0.02") == 0
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("train.", "rollout."))]
     assert [line.split("=")[0] for line in found] == ["train.tokens_per_pass", "train.recompute", "rollout.max_rows"]
@@ -251,7 +251,7 @@ def test_a_run_takes_the_largest_pass_that_fits(folder, capsys, monkeypatch):
 
 
 def test_fitting_takes_a_smaller_pass_before_recomputation(folder):
-    settings = read("run.toml", ["rollout.tasks_per_step=64", "rollout.max_tokens=100"])
+    settings = read("run.toml", ["rollout.tasks_per_step=64", "sampling.max_tokens=100"])
     rows = read_tasks(settings.data.train, settings.data.prompt, {})
     whole = plan_of(settings, rows, memory=8)
     assert dict(fitted(whole)) == {
@@ -279,13 +279,13 @@ def test_a_large_group_is_planned_as_fast_as_a_small_one():
 
 def test_rows_end_with_the_context(folder):
     context = files_of(str(EXAMPLE), None).model.context
-    settings = read("run.toml", ["rollout.max_tokens=1000000"])
+    settings = read("run.toml", ["sampling.max_tokens=1000000"])
     rows = read_tasks(settings.data.train, settings.data.prompt, {})
     work = plan_of(settings, rows).work
     assert work.completion == work.learned == context - work.prompt
 
 
-WORLD = ["environment.factory=mlxrl.environments:Maze", "environment.max_turns=3", "rollout.max_tokens=10"]
+WORLD = ["environment.factory=mlxrl.environments:Maze", "environment.max_turns=3", "sampling.max_tokens=10"]
 
 
 def test_what_an_environment_answers_is_bounded_or_said_not_to_be_counted(folder, capsys):
@@ -300,8 +300,8 @@ def test_what_an_environment_answers_is_bounded_or_said_not_to_be_counted(folder
 
 
 def test_a_row_is_cut_in_training_and_in_the_plan(folder):
-    settings = read("run.toml", ["rollout.max_tokens=200", "train.max_tokens_per_row=60"])
-    whole = read("run.toml", ["rollout.max_tokens=200"])
+    settings = read("run.toml", ["sampling.max_tokens=200", "train.max_tokens_per_row=60"])
+    whole = read("run.toml", ["sampling.max_tokens=200"])
     rows = read_tasks(settings.data.train, settings.data.prompt, {})
     cut, uncut = (plan_of(given, rows).work for given in (settings, whole))
     assert (cut.completion, cut.learned) == (200, 60 - cut.prompt)

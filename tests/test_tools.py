@@ -14,13 +14,13 @@ from helpers import MINIMAL, a_policy
 
 from mlxrl import algo, config
 from mlxrl.policy.load import policy
-from mlxrl.rollout.episodes import rollout
-from mlxrl.rollout.worlds import EpisodeError, prepare
+from mlxrl.rollout.environment import EpisodeError, prepare
+from mlxrl.rollout.sample import sample
 from mlxrl.settings import Sampling
 from mlxrl.tools import Parser, Tools, parser_of, tool_of
 from mlxrl.tools.calls import calls_in
+from mlxrl.train import loop
 from mlxrl.train.evaluate import evaluate
-from mlxrl.train.loop import train
 from mlxrl.train.pack import pack
 from mlxrl.types import Task
 from models import TEMPLATE, dense, tokenizer
@@ -349,7 +349,7 @@ def test_a_factory_that_a_config_names_is_prepared(tmp_path: Any) -> None:
     with pytest.raises(config.ConfigError, match=r"grpo learns from rewards, and \S+:calculator gives none"):
         config.read(tmp_path / "run.toml", [named, "reward.functions=[]"])
     with pytest.raises(ValueError, match="grpo learns from rewards; wanted at least one function, got none"):
-        next(train(a_policy(), [Task("x")], algo.grpo(), steps=1, environment=Tools([add])))
+        next(loop.run(a_policy(), [Task("x")], algo.grpo(), steps=1, environment=Tools([add])))
     with pytest.raises(ValueError, match="evaluate: reward: wanted at least one function, got none"):
         evaluate(a_policy(), [Task("x")], environment=Tools([add]))
     made = config.environment(settings)
@@ -400,7 +400,7 @@ def test_an_episode_with_tools() -> None:
     p = policy(dense(), offering(), lora=None)
     lines = [call("add", a=2, b=3), "It is 5."]
     tools = Tools([add])
-    (group,) = rollout(
+    (group,) = sample(
         p, [Task("2+3?")], group_size=2, environment=tools, sampling=Sampling(max_tokens=120),
         processors=[scripted(p.tokenizer, lines)],
     )  # fmt: skip
@@ -434,5 +434,5 @@ def test_a_rollout_asks_a_factory_to_look_at_its_tokenizer() -> None:
             super().prepare(tokenizer)
 
     p = a_policy()
-    rollout(p, [Task("x")], group_size=1, environment=Factory([add], parser="json_tools", offered=False))
+    sample(p, [Task("x")], group_size=1, environment=Factory([add], parser="json_tools", offered=False))
     assert seen == [p.tokenizer]

@@ -14,9 +14,10 @@ from helpers import a_policy, assert_same_gradient, flat, length, made
 from mlxrl.algo.recipes import dr_grpo, grpo, rloo
 from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs, training
-from mlxrl.rollout.episodes import rollout
+from mlxrl.rollout.sample import sample
 from mlxrl.settings import Sampling
-from mlxrl.train.loop import Diverged, train
+from mlxrl.train import loop
+from mlxrl.train.loop import Diverged
 from mlxrl.train.pack import SHARE_FROM, pack
 from mlxrl.train.step import fill, gradient, update
 from mlxrl.types import Group, MicroBatch, Task, Trajectory
@@ -243,7 +244,7 @@ def test_training_stops_after_three_steps_that_are_not_finite():
         def loss(self, new, batch, totals):
             return new.token_logprobs.sum() * mx.nan, {"policy/loss": mx.array(mx.nan)}
 
-    run = train(a_policy(), [Task("hi")], Exploding(), reward=length, steps=9, tasks_per_step=1, group_size=2,
+    run = loop.run(a_policy(), [Task("hi")], Exploding(), reward=length, steps=9, tasks_per_step=1, group_size=2,
                 sampling=Sampling(max_tokens=4))  # fmt: skip
     assert [next(run).metrics["policy/skipped"] for _ in range(2)] == [1.0, 1.0]
     with pytest.raises(Diverged, match=r"step 2: .* in 3 updates in a row"):
@@ -257,8 +258,8 @@ def test_the_loop_is_a_function_of_the_seed_and_can_start_anywhere():
     tasks = [Task(text) for text in ("one", "two", "three", "four", "five")]
 
     def actions(start: int, steps: int, seed: int) -> list[Any]:
-        run = train(a_policy(move=False), tasks, grpo(), optimizer=optim.SGD(0.0), seed=seed, start=start, steps=steps,
-                    **settings)  # fmt: skip
+        run = loop.run(a_policy(move=False), tasks, grpo(), optimizer=optim.SGD(0.0), seed=seed, start=start,
+                       steps=steps, **settings)  # fmt: skip
         return [[t.turns[0].tokens for group in step.groups for t in group] for step in run]
 
     whole = actions(0, 4, seed=1)
@@ -268,7 +269,7 @@ def test_the_loop_is_a_function_of_the_seed_and_can_start_anywhere():
 
 
 def test_a_step_prints_its_reward_and_length():
-    (step,) = train(a_policy(), [Task("hi")], grpo(), reward=length, steps=1, tasks_per_step=1, group_size=4,
+    (step,) = loop.run(a_policy(), [Task("hi")], grpo(), reward=length, steps=1, tasks_per_step=1, group_size=4,
                     sampling=Sampling(max_tokens=4))  # fmt: skip
     assert str(step).startswith("step 0  reward ")
     assert "tokens/s" in str(step)
@@ -334,7 +335,7 @@ def test_schedules():
 
 def test_rollout_groups_train_end_to_end():
     p, algo = a_policy(hybrid, move=False), grpo()
-    groups = rollout(p, [Task(LONG), Task("hi")], group_size=4, sampling=Sampling(max_tokens=6), key=0)
+    groups = sample(p, [Task(LONG), Task("hi")], group_size=4, sampling=Sampling(max_tokens=6), key=0)
     scored = [tuple(dataclasses.replace(t, reward=float(i % 2)) for i, t in enumerate(group)) for group in groups]
     batch = pack(scored, algo)
     assert [m.prefix.size > 0 for m in batch] == [True, False]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlxrl import config
 from mlxrl.config import Config
 from mlxrl.data import read_tasks
-from mlxrl.settings import Sampling
+from mlxrl.settings import EpisodeLimits
 from mlxrl.types import Algorithm, Group, Task
 
 RENDERED = 1000
@@ -56,14 +56,14 @@ def policy(settings: Config, rows: Sequence[Task], *, trained: bool, adapter: st
         ValueError: it cannot be had, its template does not take one of the first rows, or it cannot be sampled so.
     """
     from mlxrl.policy.load import load
-    from mlxrl.rollout.episodes import rules_of
-    from mlxrl.rollout.render import render
+    from mlxrl.rollout.chat import render
+    from mlxrl.rollout.stop_rules import rules_of
 
     lora = adapters(settings) if trained else None
     loaded = load(settings.model.id, lora=lora, dtype=settings.model.dtype, adapter=adapter, seed=settings.seed)
-    rules_of(loaded.tokenizer, sampling(settings))
+    rules_of(loaded.tokenizer, settings.sampling)
     for row in rows[:RENDERED] if settings.environment.factory is None else ():
-        render(loaded.tokenizer, row, thinking=settings.data.thinking)
+        render(loaded.tokenizer, row, thinking=settings.sampling.thinking)
     return loaded
 
 
@@ -74,23 +74,11 @@ def adapters(settings: Config) -> LoRA:
     return LoRA(settings.lora.rank, settings.lora.scale, settings.lora.dropout, settings.lora.keys)
 
 
-def sampling(settings: Config) -> Sampling:
-    """How training samples."""
-    rollout = settings.rollout
-    return Sampling(
-        max_tokens=rollout.max_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
-        min_p=rollout.min_p, stop_strings=rollout.stop_strings, min_tokens=rollout.min_tokens,
-        thinking_budget=rollout.thinking_budget, repetition_penalty=rollout.repetition_penalty,
-        presence_penalty=rollout.presence_penalty, frequency_penalty=rollout.frequency_penalty,
-        penalty_context=rollout.penalty_context,
-    )  # fmt: skip
-
-
 def judge(settings: Config, policy: Policy, heldout: Sequence[Task]) -> Callable[[], Evaluation]:
     """What evaluates the policy on the held-out rows, as it is when called."""
     from mlxrl.train.evaluate import evaluate
 
-    plain = replace(sampling(settings), temperature=settings.evaluation.temperature, top_p=1.0, top_k=0, min_p=0.0)
+    plain = replace(settings.sampling, temperature=settings.evaluation.temperature, top_p=1.0, top_k=0, min_p=0.0)
     return partial(
         evaluate,
         policy,
@@ -99,7 +87,6 @@ def judge(settings: Config, policy: Policy, heldout: Sequence[Task]) -> Callable
         sampling=plain,
         weights=settings.reward.weights,
         max_rows=settings.rollout.max_rows,
-        thinking=settings.data.thinking,
         seed=settings.seed,
         **episodes(settings),
     )
@@ -129,7 +116,7 @@ def shape(settings: Config) -> Callable[[Sequence[Group]], Sequence[Group]] | No
     reward, shapes = settings.reward, list[Callable[[Sequence[Group]], Sequence[Group]]]()
     if reward.overlong_buffer:
         options = (reward.overlong_buffer, reward.overlong_factor, reward.overlong_cap)
-        shapes.append(lambda groups: shaping.shape_overlong(groups, settings.rollout.max_tokens, *options))
+        shapes.append(lambda groups: shaping.shape_overlong(groups, settings.sampling.max_tokens, *options))
     if reward.length_penalty:
         shapes.append(partial(shaping.shape_length, weight=reward.length_penalty))
     return (lambda groups: reduce(lambda shaped, one: one(shaped), shapes, groups)) if shapes else None
@@ -148,7 +135,7 @@ def teacher(settings: Config, policy: Policy) -> Teacher | None:
     found = None if judge.id is None else "base"
     if judge.id not in (None, "base"):
         found = load(judge.id, lora=None, dtype=judge.dtype, adapter=judge.adapter)
-    return teacher_of(policy, config.algorithm(settings), found, judge.hint, settings.data.thinking)
+    return teacher_of(policy, config.algorithm(settings), found, judge.hint, settings.sampling.thinking)
 
 
 def algorithm(settings: Config, policy: Policy) -> Algorithm:
@@ -169,10 +156,10 @@ def steps(
     settings: Config, policy: Policy, rows: Sequence[Task], optimizer: optim.Optimizer, teacher: Teacher | None = None
 ) -> Iterator[Step]:
     """The steps of training, each taken when it is asked for."""
-    from mlxrl.train.loop import train
+    from mlxrl.train.loop import run
 
     rollout = settings.rollout
-    return train(
+    return run(
         policy,
         rows,
         algorithm(settings, policy),
@@ -180,7 +167,7 @@ def steps(
         steps=settings.steps,
         tasks_per_step=rollout.tasks_per_step,
         group_size=rollout.group_size,
-        sampling=sampling(settings),
+        sampling=settings.sampling,
         optimizer=optimizer,
         seed=settings.seed,
         weights=settings.reward.weights,
@@ -188,7 +175,6 @@ def steps(
         max_draws=rollout.max_draws,
         teacher=teacher,
         max_rows=rollout.max_rows,
-        thinking=settings.data.thinking,
         tokens_per_pass=settings.train.tokens_per_pass,
         max_tokens_per_row=settings.train.max_tokens_per_row,
         recompute=settings.train.recompute,
@@ -204,10 +190,11 @@ def episodes(settings: Config) -> dict[str, Any]:
     made, world = config.environment(settings), settings.environment
     if made is None:
         return {}
-    return {
-        "environment": made, "max_turns": world.max_turns, "max_episode_tokens": world.max_episode_tokens,
-        "timeout": world.timeout, "invalid_penalty": world.invalid_penalty,
-    }  # fmt: skip
+    limits = EpisodeLimits(
+        max_turns=world.max_turns, max_episode_tokens=world.max_episode_tokens, timeout=world.timeout,
+        invalid_penalty=world.invalid_penalty,
+    )  # fmt: skip
+    return {"environment": made, "limits": limits}
 
 
 def outlined(settings: Config, training: Sequence[Task], heldout: Sequence[Task]) -> list[tuple[str, str]]:
@@ -228,7 +215,7 @@ def outlined(settings: Config, training: Sequence[Task], heldout: Sequence[Task]
         (
             "a step",
             f"{rollout.tasks_per_step} prompts x {rollout.group_size} completions = {rows} rows of at most "
-            f"{rollout.max_tokens} tokens{_turns(settings)}{_draws(rollout.max_draws)}, "
+            f"{settings.sampling.max_tokens} tokens{_turns(settings)}{_draws(rollout.max_draws)}, "
             f"{_times(train.updates_per_rollout * train.minibatches, 'update')}",
         ),
         ("a run", f"{settings.steps} steps{_evaluations(settings, heldout)}, in {settings.run.folder}"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mlxrl.cli import compose
 from mlxrl.config import Config
 from mlxrl.rewards import RewardError
-from mlxrl.rollout.render import PromptError
-from mlxrl.rollout.worlds import EpisodeError
+from mlxrl.rollout.chat import PromptError
+from mlxrl.rollout.environment import EpisodeError
 
 
 def command(settings: Config, file: str, adapter: str | None) -> int:

@@ -60,7 +60,7 @@ class Plan:
     @property
     def completion(self) -> int:
         """Tokens that the longest row samples behind its prompt, as many as the context leaves."""
-        world, each = self.settings.environment, self.settings.rollout.max_tokens
+        world, each = self.settings.environment, self.settings.sampling.max_tokens
         if not self.hears:
             return max(1, min(each, self.room))
         return max(1, min(each * world.max_turns, world.max_episode_tokens or each * world.max_turns, self.room))
@@ -149,14 +149,14 @@ def remedies(plan: Plan) -> list[tuple[tuple[str, Any], ...]]:
 
 
 def _remedies(plan: Plan) -> Iterator[tuple[tuple[str, Any], ...]]:
-    train, rollout = plan.settings.train, plan.settings.rollout
+    train, sampling = plan.settings.train, plan.settings.sampling
     best = fitted(plan)
     yield tuple(one for one in best if one != now(plan, one[0]))
     if not train.recompute:
         yield ("train.recompute", True), best[2]
     for part in (2, 4, 8, 16):
-        if rollout.max_tokens >= 2 * part:
-            yield *best, ("rollout.max_tokens", rollout.max_tokens // part)
+        if sampling.max_tokens >= 2 * part:
+            yield *best, ("sampling.max_tokens", sampling.max_tokens // part)
 
 
 def now(plan: Plan, name: str) -> tuple[str, Any]:

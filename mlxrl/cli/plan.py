@@ -57,7 +57,7 @@ def told(settings: Config, rows: Sequence[Task], chosen: str) -> list[str]:
 
 def limited(settings: Config) -> AbstractContextManager[None]:
     """The span of a run, in which MLX keeps no more buffers than [memory] says."""
-    from mlxrl.rollout.memory import limits
+    from mlxrl.runs.memory_limits import limits
 
     there, gpu = machine()
     asked = settings.memory

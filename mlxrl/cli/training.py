@@ -14,8 +14,8 @@ from mlxrl.cli import compose, plan
 from mlxrl.cli.main import fault
 from mlxrl.config import Config
 from mlxrl.rewards import RewardError
-from mlxrl.rollout.render import PromptError
-from mlxrl.rollout.worlds import EpisodeError
+from mlxrl.rollout.chat import PromptError
+from mlxrl.rollout.environment import EpisodeError
 from mlxrl.runs import facts
 from mlxrl.runs.folder import RunFolder, create, free_folder, refuse_taken
 from mlxrl.runs.stop import Stop

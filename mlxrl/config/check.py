@@ -13,7 +13,8 @@ from mlxrl.algo.recipes import RECIPES
 from mlxrl.config.strict import ConfigError, Origin, convert
 from mlxrl.config.tables import Config, Environment, Evaluation, Reward, Rollout, Teacher
 from mlxrl.data import RESERVED, did_you_mean, read_tasks
-from mlxrl.rollout.worlds import Copying, Factory, accept, earns
+from mlxrl.plugins import Copying
+from mlxrl.rollout.environment import Factory, check_factory, earns
 
 TASKS_KEYWORDS = ("source", "prompt", "system", "limit")
 
@@ -94,20 +95,14 @@ def _frozen(value: Any) -> Any:
 
 
 def _check_rollout(config: Config, origin: Origin) -> None:
-    if config.rollout.top_k == 1:
-        raise origin.error("rollout.top_k", "1 makes a group's attempts all equal and nothing is learned; 0 is off")
+    if config.sampling.temperature == 0:
+        why = "at 0 a group's completions are all equal and nothing is learned"
+        raise origin.error("sampling.temperature", f"wanted more than 0, got 0; {why}")
+    if config.sampling.top_k == 1:
+        raise origin.error("sampling.top_k", "1 makes a group's completions all equal and nothing is learned; 0 is off")
     if config.lora.keys is not None and not config.lora.keys:
         raise origin.error("lora.keys", "wanted at least one name, got none; leave it out for every linear layer")
-    rollout = config.rollout
-    if rollout.min_tokens > rollout.max_tokens:
-        wanted = f"wanted at most rollout.max_tokens, {rollout.max_tokens}, got {rollout.min_tokens}"
-        raise origin.error("rollout.min_tokens", wanted)
-    if not all(rollout.stop_strings):
-        raise origin.error("rollout.stop_strings", f"wanted texts that are not empty, got {list(rollout.stop_strings)}")
-    penalties = (rollout.repetition_penalty, rollout.presence_penalty, rollout.frequency_penalty)
-    if rollout.penalty_context != Rollout().penalty_context and penalties == (1, 0, 0):
-        raise origin.error("rollout.penalty_context", "has no effect without a penalty")
-    if rollout.max_draws > 1 and rollout.group_size == 1:
+    if config.rollout.max_draws > 1 and config.rollout.group_size == 1:
         raise origin.error("rollout.max_draws", "wanted 1, because a group of 1 attempt has no two different rewards")
 
 
@@ -124,7 +119,7 @@ def _check_environment(config: Config, origin: Origin) -> None:
         message = _line(error).removeprefix("environment").lstrip(": ")
         raise origin.error("environment", message, "environment.factory") from None
     try:
-        accept(found, world.arguments)
+        check_factory(found, world.arguments)
     except ValueError as error:
         wrong = f"environment.arguments.{_first_named(world.arguments, _line(error).partition(';')[0])}"
         blamed = wrong if wrong in origin.overridden else "environment.factory"
@@ -213,10 +208,10 @@ def _check_use_of_rewards(config: Config, origin: Origin, built: Recipe) -> None
     for name in ("overlong_factor", "overlong_cap"):
         if not reward.overlong_buffer and getattr(reward, name) != getattr(default, name):
             raise origin.error(f"reward.{name}", "has no effect without reward.overlong_buffer")
-    if reward.overlong_buffer > config.rollout.max_tokens:
-        limit = config.rollout.max_tokens
+    if reward.overlong_buffer > config.sampling.max_tokens:
+        limit = config.sampling.max_tokens
         raise origin.error(
-            "reward.overlong_buffer", f"wanted at most rollout.max_tokens, {limit}, got {reward.overlong_buffer}"
+            "reward.overlong_buffer", f"wanted at most sampling.max_tokens, {limit}, got {reward.overlong_buffer}"
         )
 
 

@@ -11,9 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mlxrl.data import did_you_mean
+from mlxrl.checked import SettingError
+from mlxrl.errors import did_you_mean
 
 Table = TypeVar("Table")
+
+OF_SAMPLING = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop_strings", "min_tokens", "thinking_budget",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_context",
+)  # fmt: skip
+RENAMED = {**{f"rollout.{name}": f"sampling.{name}" for name in OF_SAMPLING}, "data.thinking": "sampling.thinking"}
+"""Keys by the names that they once had."""
 
 
 class ConfigError(ValueError):
@@ -71,13 +79,20 @@ def fill(cls: type[Table], values: Mapping[str, Any], origin: Origin, prefix: st
     hints = get_type_hints(cls, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for name in values:
+        if (new := RENAMED.get(_join(prefix, name))) is not None:
+            raise origin.error(_join(prefix, name), f"renamed to {new}")
         if name not in fields:
             raise origin.error(prefix, _unknown(name, values[name], hints), origin.given(_join(prefix, name)))
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
             raise origin.error(prefix, f"missing {_called(name, dataclasses.is_dataclass(hints[name]))}")
-    return cls(**{name: _field(hints[name], value, origin, _join(prefix, name)) for name, value in values.items()})
+    if not hasattr(cls, "table"):
+        return cls(**{name: _field(hints[name], value, origin, _join(prefix, name)) for name, value in values.items()})
+    try:  # a class of `settings` checks its values itself
+        return cls(**values)
+    except SettingError as error:
+        raise origin.error(".".join(error.parts[:-1]), error.parts[-1]) from None
 
 
 def _unknown(name: str, value: Any, hints: Mapping[str, Any]) -> str:

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from mlxrl.config.strict import Within
-from mlxrl.rollout.worlds import LARGEST, LONGEST
+from mlxrl.settings import LARGEST_REWARD, LONGEST, Sampling
 
 Count: TypeAlias = Annotated[int, Within(1)]
 Natural: TypeAlias = Annotated[int, Within(0)]
 Positive: TypeAlias = Annotated[float, Within(0, above=True)]
-Share: TypeAlias = Annotated[float, Within(0, 1)]
 Text: TypeAlias = Annotated[str, Within(1)]
 
 
@@ -41,17 +40,13 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """train, evaluation: sources of `mlxrl.tasks`. columns: renames, `answer = "solution"`. See `tasks` for the rest.
-
-    thinking: the chat template's thinking switch; None leaves the template's default.
-    """
+    """train, evaluation: sources of `mlxrl.tasks`. columns: renames, `answer = "solution"`. The rest: see `tasks`."""
 
     train: Text
     evaluation: Text | None = None
     prompt: Text = "prompt"
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     system: Text | None = None
-    thinking: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +69,14 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A step asks tasks_per_step prompts group_size times each. max_tokens: of a completion. max_rows: rows that
-    decode together. Temperature comes first, then top_k, top_p and min_p; 0, 1 and 0 switch them off.
+    """A step samples group_size completions of tasks_per_step prompts each. max_rows: sequences that decode together.
 
     max_draws: with more than 1, prompts whose attempts are all rewarded alike are left out of the step, and others are
     asked in their place until it has its tasks_per_step or that many draws are made; what has been found then counts.
-    stop_strings, min_tokens, thinking_budget, repetition_penalty, presence_penalty, frequency_penalty and
-    penalty_context: see `types.Sampling`; they hold for evaluations too.
     """
 
     tasks_per_step: Count = 4
     group_size: Count = 8
-    max_tokens: Count = 256
-    temperature: Annotated[
-        float, Within(0, above=True, why="at 0 a group's attempts are all equal and nothing is learned")
-    ] = 1.0
-    top_p: Annotated[float, Within(0, 1, above=True)] = 1.0
-    top_k: Natural = 0
-    min_p: Share = 0.0
-    stop_strings: tuple[str, ...] = ()
-    min_tokens: Natural = 0
-    thinking_budget: Natural | None = None
-    repetition_penalty: Positive = 1.0
-    presence_penalty: Annotated[float, Within()] = 0.0
-    frequency_penalty: Annotated[float, Within()] = 0.0
-    penalty_context: Count = 20
     max_rows: Count = 32
     max_draws: Count = 1
 
@@ -108,7 +86,7 @@ class Environment:
     """What answers the model, where a task takes several turns; see `types.Environment`.
 
     factory: `module:Class` or `file.py:Class`, or a function that makes an environment; arguments: its keywords.
-    max_turns: actions of an episode. max_episode_tokens: what they may have together, besides rollout.max_tokens each.
+    max_turns: actions of an episode. max_episode_tokens: what they may have together, besides sampling.max_tokens each.
     timeout: seconds that a call may take. invalid_penalty: what a turn loses whose action was invalid.
     """
 
@@ -117,7 +95,7 @@ class Environment:
     max_turns: Count = 8
     max_episode_tokens: Count | None = None
     timeout: Annotated[float, Within(0, LONGEST, above=True)] = 60.0
-    invalid_penalty: Annotated[float, Within(0, LARGEST)] = 0.0
+    invalid_penalty: Annotated[float, Within(0, LARGEST_REWARD)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +208,7 @@ class Config:
     lora: Lora = field(default_factory=Lora)
     data: Data
     reward: Reward = field(default_factory=Reward)
+    sampling: Sampling = field(default_factory=Sampling)
     rollout: Rollout = field(default_factory=Rollout)
     environment: Environment = field(default_factory=Environment)
     algorithm: Algorithm = field(default_factory=Algorithm)

@@ -10,11 +10,11 @@ from itertools import islice
 import mlx.core as mx
 
 from mlxrl.algo.shaping import keep_varied
-from mlxrl.rollout.sampling import fold, key_of
+from mlxrl.rollout.draw import fold, key_of
 from mlxrl.types import Group, Task
 
 FURTHER = 2**31
-"""Added to the number of a draw, so that its key is none of those that `rollout` makes for the tasks of a step."""
+"""Added to the number of a draw, so that its key is none of those that `sample` makes for the tasks of a step."""
 
 
 @dataclass(frozen=True, slots=True)

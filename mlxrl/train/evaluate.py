@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 
 from mlxrl.policy.load import Policy
 from mlxrl.rewards import require_scores, score
-from mlxrl.rollout.episodes import refuse_limits, rollout
-from mlxrl.rollout.play import Limits
-from mlxrl.rollout.sampling import key_of
-from mlxrl.rollout.worlds import Factory, earns
-from mlxrl.settings import Sampling
+from mlxrl.rollout.draw import key_of
+from mlxrl.rollout.environment import Factory, earns
+from mlxrl.rollout.sample import sample
+from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.train.loop import require_finite
 from mlxrl.types import Task, Trajectory
 
@@ -51,25 +50,23 @@ def evaluate(
     sampling: Sampling = Sampling(temperature=0.0),
     weights: Sequence[float] | None = None,
     max_rows: int = 32,
-    thinking: bool | None = None,
     seed: int = 0,
     environment: Factory | None = None,
-    **limits: Unpack[Limits],
+    limits: EpisodeLimits = EpisodeLimits(),
 ) -> Evaluation:
     """Answer every task once, greedily by default, and score the answers.
 
     Args:
-        reward: may be left out where an environment gives the rewards. environment, limits: see `rollout`.
+        reward: may be left out where an environment gives the rewards. environment, limits: see `sample`.
     """
     if not tasks:
         raise ValueError("evaluate: wanted at least one task, got none")
-    refuse_limits(evaluate, environment, limits)
     functions = [reward] if callable(reward) else list(reward)
     if environment is not None and not functions and not earns(environment):
         raise ValueError("evaluate: reward: wanted at least one function, got none; the environment gives no rewards")
-    groups = rollout(
-        policy, tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows, thinking=thinking,
-        environment=environment, **limits,
+    groups = sample(
+        policy, tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows,
+        environment=environment, limits=limits,
     )  # fmt: skip
     require_finite(groups, "evaluation")
     scored = require_scores(score(groups, *functions, weights=weights))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -18,11 +18,10 @@ from mlxrl.algo.probe import candidates_kept, uses_rewards
 from mlxrl.data import cycle
 from mlxrl.policy.load import Policy
 from mlxrl.rewards import require_scores, score
-from mlxrl.rollout.episodes import refuse_limits, rollout
-from mlxrl.rollout.play import Limits
+from mlxrl.rollout.environment import Factory, earns
 from mlxrl.rollout.prefill import context_of
-from mlxrl.rollout.worlds import Factory, earns
-from mlxrl.settings import Sampling
+from mlxrl.rollout.sample import sample
+from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.train.draw import Drawn, draw, draw_key, further_tasks
 from mlxrl.train.episodes import of_episodes
 from mlxrl.train.optimizer import optimizer as make_optimizer
@@ -89,7 +88,7 @@ def _silent(group: Group) -> bool:
     return scored and (not rewards or min(rewards) == max(rewards))
 
 
-def train(
+def run(
     policy: Policy,
     tasks: Sequence[Task],
     algo: Algorithm,
@@ -107,7 +106,6 @@ def train(
     teacher: Policy | Teacher | Literal["base"] | None = None,
     hint: str | None = None,
     max_rows: int = 32,
-    thinking: bool | None = None,
     tokens_per_pass: int | None = None,
     max_tokens_per_row: int | None = None,
     recompute: bool = False,
@@ -116,7 +114,7 @@ def train(
     max_grad_norm: float = 1.0,
     start: int = 0,
     environment: Factory | None = None,
-    **limits: Unpack[Limits],
+    limits: EpisodeLimits = EpisodeLimits(),
 ) -> Iterator[Step]:
     """Train from step `start` to `steps`. Everything random is a function of (seed, step), so a run can be resumed.
 
@@ -130,20 +128,17 @@ def train(
         teacher, hint, recompute: see `update`. tokens_per_pass, max_tokens_per_row: see `pack`.
         updates_per_rollout, minibatches: how often a step goes through its groups, and in how many optimizer steps each
             time, for which they are dealt anew. Old log-probs are computed once, before the first of several.
-        environment, limits: see `rollout`.
+        environment, limits: see `sample`.
     Raises:
         Diverged: three updates in a row were not finite.
     """
     optimizer = optimizer or make_optimizer(learning_rate=1e-5)
     functions = [] if reward is None else [reward] if callable(reward) else list(reward)
-    refuse_limits(train, environment, limits)
     _refuse(algo, [*functions, *([environment] if earns(environment) else [])], shape, max_draws)
-    judge = teacher_of(policy, algo, teacher, hint, thinking)
+    judge = teacher_of(policy, algo, teacher, hint, sampling.thinking)
     if environment is not None and judge is not None and judge.hint is not None:
         raise ValueError("train: hint: an environment says what is asked; leave the hint out")
-    asking = Asking(
-        policy, group_size, _keeping(sampling, algo), max_rows, thinking, functions, weights, environment, limits
-    )
+    asking = Asking(policy, group_size, _keeping(sampling, algo), max_rows, functions, weights, environment, limits)
     sizes = {"tokens_per_pass": tokens_per_pass, "max_tokens_per_row": max_tokens_per_row}
     options: dict[str, Any] = {"teacher": judge, "max_grad_norm": max_grad_norm, "recompute": recompute}
     learning = Learning(policy, optimizer, judge, updates_per_rollout, minibatches, sizes, options)
@@ -213,17 +208,16 @@ class Asking:
     group_size: int
     sampling: Sampling
     max_rows: int
-    thinking: bool | None
     functions: Sequence[Callable[..., Any]]
     weights: Sequence[float] | None
     environment: Factory | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
 
     def groups(self, clock: Clock, seed: int, step: int, tasks: Sequence[Task], number: int) -> Sequence[Group]:
         """The attempts at the tasks of a step's draw, scored where there is a reward."""
-        groups = rollout(
+        groups = sample(
             self.policy, tasks, group_size=self.group_size, sampling=self.sampling, key=draw_key(seed, step, number),
-            max_rows=self.max_rows, thinking=self.thinking, environment=self.environment, **self.limits,
+            max_rows=self.max_rows, environment=self.environment, limits=self.limits,
         )  # fmt: skip
         clock.lap("rollout")
         require_finite(groups, f"step {step}")

@@ -15,7 +15,7 @@ from mlxrl.policy.adapters import without_adapters
 from mlxrl.policy.compare import hidden_at, likeliest
 from mlxrl.policy.load import Policy
 from mlxrl.policy.logprobs import logprobs, training
-from mlxrl.rollout.render import render
+from mlxrl.rollout.chat import render
 from mlxrl.train.pack import minibatch as packed
 from mlxrl.train.rows import first_chosen, row_of, with_prompt
 from mlxrl.types import Algorithm, Comparison, Group, MicroBatch, Task, Trajectory
@@ -26,7 +26,7 @@ class Teacher:
     """A model that is forced on the student's token ids.
 
     policy: its model, which may be the student's. base: without its adapters. hint: the column of a task that is put
-    behind its prompt, for the teacher alone. thinking: of the hinted prompt, as in `rollout`.
+    behind its prompt, for the teacher alone. thinking: of the hinted prompt, as in `Sampling`.
     """
 
     policy: Policy

@@ -1,0 +1,151 @@
+"""Calls of user code in threads, with a time limit each.
+
+The threads are daemons, and one that hangs is replaced: it keeps neither the others nor the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlxrl.errors import one_line
+
+MOST = 32
+GRACE = 0.1  # seconds that further answers are waited for once there is one, to continue with them together
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call for `owner`: what it returned, or what it raised; late: whether its time ran out."""
+
+    function: Callable[[], Any]
+    owner: Any = None
+    started: float | None = None
+    done: bool = False
+    late: bool = False
+    value: Any = None
+    error: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it has come to an end, or is waited for no longer."""
+        return self.done or self.late
+
+    def fault(self, name: str, timeout: float) -> str:
+        """How it failed, in one line; empty where it did not."""
+        if self.late or not self.done:
+            return f"{name}: no answer in {timeout:g} s"
+        return "" if self.error is None else f"{name}: {_described(self.error)}"
+
+
+class Workers:
+    """Up to `most` threads, begun as they are needed. Times are in seconds; a call's runs from when it begins."""
+
+    def __init__(self, timeout: float, name: str = "mlxrl environment", most: int = MOST) -> None:
+        self.timeout, self.name, self.most = timeout, name, most
+        self._calls: list[Call] = []
+        self._waiting: deque[Call] = deque()
+        self._threads = 0  # those that hang left out
+        self._changed = threading.Condition()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are calls that were not handed out yet."""
+        return bool(self._calls)
+
+    def submit(self, function: Callable[[], Any], owner: Any = None) -> Call:
+        """Have a function called."""
+        call = Call(function, owner)
+        with self._changed:
+            self._calls.append(call)
+            self._waiting.append(call)
+            self._begin()
+        return call
+
+    def finished(self, enough: float = 1) -> list[Call]:
+        """Calls that are over and were not handed out yet, as they were submitted; none before `enough` are over."""
+        with self._changed:
+            return self._handed_out() if len(self._ended()) >= enough else []
+
+    def wait(self, grace: float | None = GRACE) -> list[Call]:
+        """The same once all are over, or some are and the grace is over; None waits for all."""
+        end = None if grace is None else time.monotonic() + grace
+        with self._changed:
+            while True:
+                ended = self._ended()
+                if len(ended) == len(self._calls) or (ended and end is not None and time.monotonic() >= end):
+                    return self._handed_out()
+                self._changed.wait(self._until(end if ended else None))
+
+    def drain(self, patience: float) -> None:
+        """Wait until all calls are over, but no longer than so many seconds."""
+        end = time.monotonic() + patience
+        with self._changed:
+            while len(self._ended()) < len(self._calls) and time.monotonic() < end:
+                self._changed.wait(self._until(end))
+
+    def _begin(self) -> None:
+        """One thread more, if a call needs it. Where the system has none, and none is left here, the calls fail."""
+        if self._threads >= self.most or not self._waiting:
+            return
+        try:
+            threading.Thread(target=self._work, daemon=True, name=self.name).start()
+            self._threads += 1
+        except RuntimeError as error:
+            while self._waiting and not self._threads:
+                call = self._waiting.popleft()
+                call.error, call.done = error, True
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            try:
+                call.value = call.function()
+            except BaseException as error:  # noqa: BLE001  (user code may raise anything, and ends only its own call)
+                call.error = error
+            with self._changed:
+                call.done = True
+                if call.late:
+                    return  # another thread has its place
+                self._changed.notify_all()
+
+    def _next(self) -> Call | None:
+        with self._changed:
+            if not self._waiting:
+                self._threads -= 1
+                return None
+            call = self._waiting.popleft()
+            call.started = time.monotonic()
+            self._changed.notify_all()  # its time begins to count
+            return call
+
+    def _ended(self) -> list[Call]:
+        now = time.monotonic()
+        for call in self._calls:
+            if not call.over and call.started is not None and now - call.started >= self.timeout:
+                call.late = True
+                self._threads -= 1
+                self._begin()
+        return [call for call in self._calls if call.over]
+
+    def _handed_out(self) -> list[Call]:
+        over = [call for call in self._calls if call.over]
+        self._calls = [call for call in self._calls if not call.over]
+        return over
+
+    def _until(self, end: float | None) -> float:
+        """Seconds until the next call is late, or until `end`."""
+        ends = [call.started + self.timeout for call in self._calls if call.started is not None and not call.over]
+        ends += [] if end is None else [end]
+        return max(min(ends, default=time.monotonic() + self.timeout) - time.monotonic(), 0.0) + 1e-3
+
+
+def _described(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except (Exception, SystemExit):  # noqa: BLE001  (user code too)
+        text = "its message cannot be shown"
+    return one_line(f"{type(error).__name__}: {text}").removesuffix(":")
