@@ -37,7 +37,7 @@ from mlxrl.policy.adapters import LoRA  # noqa: E402
 from mlxrl.policy.files import Files  # noqa: E402
 from mlxrl.policy.load import policy  # noqa: E402
 from mlxrl.policy.shapes import model_of  # noqa: E402
-from mlxrl.rollout.episodes import rollout  # noqa: E402
+from mlxrl.rollout.sample import sample  # noqa: E402
 from mlxrl.settings import Sampling  # noqa: E402
 from mlxrl.train.pack import pack  # noqa: E402
 from mlxrl.train.step import update  # noqa: E402
@@ -119,10 +119,8 @@ def model_and_plan(shape: dict[str, Any]) -> tuple[Any, Plan]:
         model=tables.Model(kind),
         data=tables.Data("none"),
         lora=tables.Lora(rank=shape.get("rank", 8)),
-        rollout=tables.Rollout(
-            shape.get("tasks", 1), shape.get("group", 4), shape.get("completion", 64),
-            max_rows=shape.get("max_rows", 32),
-        ),
+        sampling=Sampling(max_tokens=shape.get("completion", 64)),
+        rollout=tables.Rollout(shape.get("tasks", 1), shape.get("group", 4), max_rows=shape.get("max_rows", 32)),
         algorithm=tables.Algorithm("dr_grpo"),
         train=tables.Train(shape.get("tokens_per_pass", 2048), recompute=shape.get("recompute", False)),
     )  # fmt: skip
@@ -167,10 +165,10 @@ def rollout_peak(model: Any, plan: Plan, shape: dict[str, Any]) -> int:
     letters, most = np.random.default_rng(0), shape["completion"]
     tasks = [Task("".join(map(chr, letters.integers(97, 123, shape["prompt"] - 4)))) for _ in range(shape["tasks"])]
     options: dict[str, Any] = {"group_size": shape["group"], "max_rows": plan.settings.rollout.max_rows}
-    rollout(subject, tasks[:1], group_size=2, sampling=Sampling(max_tokens=2), key=0)  # finds out how rows are served
+    sample(subject, tasks[:1], group_size=2, sampling=Sampling(max_tokens=2), key=0)  # finds out how rows are batched
     mx.clear_cache()
     mx.reset_peak_memory()
-    groups = rollout(subject, tasks, sampling=Sampling(max_tokens=most, min_tokens=most), key=1, **options)
+    groups = sample(subject, tasks, sampling=Sampling(max_tokens=most, min_tokens=most), key=1, **options)
     peak = mx.get_peak_memory()
     assert {len(one.prompt) for group in groups for one in group} == {shape["prompt"]}
     return peak

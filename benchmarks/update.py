@@ -49,7 +49,7 @@ from mlxrl.policy.load import Policy, load, policy  # noqa: E402
 from mlxrl.policy.logprobs import logprobs, training  # noqa: E402
 from mlxrl.policy.recompute import recomputed  # noqa: E402
 from mlxrl.settings import Sampling  # noqa: E402
-from mlxrl.train.loop import train  # noqa: E402
+from mlxrl.train.loop import run as training_run  # noqa: E402
 from mlxrl.train.pack import pack  # noqa: E402
 from mlxrl.train.step import gradient  # noqa: E402
 from mlxrl.types import Group, Logprobs, MicroBatch, Task, Trajectory, Turn  # noqa: E402
@@ -227,8 +227,8 @@ def step_case(model: str, steps: int) -> dict[str, Any]:
     for name, reward in (("every group counts", told_apart), ("every second group flat", half_flat)):
         spent, active, made = [], [], []
         since = time.perf_counter(), time.process_time()
-        for step in train(subject, tasks, dr_grpo(), reward=reward, steps=steps, tasks_per_step=2, group_size=4,
-                          sampling=sampling, optimizer=optim.AdamW(1e-5)):  # fmt: skip
+        for step in training_run(subject, tasks, dr_grpo(), reward=reward, steps=steps, tasks_per_step=2, group_size=4,
+                                 sampling=sampling, optimizer=optim.AdamW(1e-5)):  # fmt: skip
             now = time.perf_counter(), time.process_time()
             spent.append([round(b - a, 3) for a, b in zip(since, now, strict=True)])
             parts = {k: round(v, 3) for k, v in step.metrics.items() if k.startswith("seconds/")}

@@ -18,7 +18,7 @@ def said(tok, text, *end):
 def added(tok, reply, *, observation="more", stop_ids=None, thinking=None):
     start = start_chat(tok, "hi", thinking)
     stop_ids = sorted(tok.eos_token_ids) if stop_ids is None else stop_ids
-    return start.ids, continue_chat(tok, start.chat, reply, stop_ids, observation)
+    return start.ids, continue_chat(tok, start, reply, stop_ids, observation)
 
 
 def test_rendering_uses_the_template_and_its_thinking_switch():
@@ -52,9 +52,9 @@ def test_a_sampled_stop_token_of_the_template_is_not_written_twice():
     chat = [{"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("user", "more"))]
     assert (*prompt, *said(tok, "yes", "<end>"), *turn.ids) == render(tok, Task(tuple(chat)))
     assert not turn.history_rewritten
-    again = continue_chat(tok, turn.chat, said(tok, "no", "<end>"), sorted(tok.eos_token_ids), "last")
+    again = continue_chat(tok, turn, said(tok, "no", "<end>"), sorted(tok.eos_token_ids), "last")
     assert tok.decode(again.ids) == "\n<user>last<end>\n<assistant>"
-    assert again.chat.messages[3]["content"] == "no"
+    assert again.messages[3]["content"] == "no"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,6 @@ REFUSED_FILES = {
     "[sampling]\npenalty_context = 5": "run.toml: sampling: penalty_context: has no effect without a penalty",
     "[sampling]\nstop_strings = ['']": "run.toml: sampling: stop_strings: wanted a list, each a text that is not empty",
     "[rollout]\nmax_tokens = 9": "run.toml: rollout: max_tokens: renamed to sampling.max_tokens",
-    "[data]\nthinking = true": "run.toml: data: thinking: renamed to sampling.thinking",
     "[rollout]\nmax_draws = 0": "run.toml: rollout: max_draws: wanted at least 1, got 0",
     "[algorithm]\nkl = -0.1": "run.toml: algorithm: grpo: kl: wanted at least 0, got -0.1",
     "[echo]\nweight = 0.1\n[environment]\nfactory = 'mlxrl.environments:Maze'\nmax_turns = 1": (
@@ -145,6 +144,7 @@ REFUSED_OVERRIDES = {
     "sampling.temprature=1": "command line: sampling: unknown key 'temprature'; did you mean 'temperature'?",
     "rolout.top_p=1": "command line: unknown table [rolout]; did you mean 'rollout'?",
     "learning_rate=1": "command line: unknown key 'learning_rate'; did you mean 'optimizer.learning_rate'?",
+    "data.thinking=true": "command line: data: thinking: renamed to sampling.thinking",
     "seed=true": "command line: seed: wanted a whole number, got true",
     "seed=4294967296": "command line: seed: wanted at least 0 and at most 4294967295, got 4294967296",
     "steps=0": "command line: steps: wanted at least 1, got 0",

@@ -267,11 +267,11 @@ def test_what_is_new_in_a_rewritten_history() -> None:
     tokens = tokenizer()
     opening = start_chat(tokens, "one?")
     reply = tokens.encode("<think>so</think>1", add_special_tokens=False)
-    got = continue_chat(tokens, opening.chat, reply, (), "two?")
+    got = continue_chat(tokens, opening, reply, (), "two?")
     assert got.history_rewritten
     assert tokens.decode(list(got.ids[-got.new_suffix :])) == "two?<end><assistant><think>"
     said = continue_chat(
-        tokens, opening.chat, reply, (), ({"role": "tool", "content": "a"}, {"role": "tool", "content": "b"})
+        tokens, opening, reply, (), ({"role": "tool", "content": "a"}, {"role": "tool", "content": "b"})
     )
     assert tokens.decode(list(said.ids[-said.new_suffix :])) == "a<end><tool>b<end><assistant><think>"
 

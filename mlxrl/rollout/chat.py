@@ -21,26 +21,17 @@ class PromptError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation: its messages, and as text what the template made of them, None until it is needed.
+    """A conversation that the model is to answer, and those of its ids that are new to the sequence.
 
-    thinking: the template's switch, None for its default. tools: schemas of functions that the template describes.
+    text: what the template made of the messages, None until it is needed. thinking: the template's switch, None for its
+    default. tools: schemas of functions that the template describes. history_rewritten, new_suffix: see `Turn`.
     """
 
     messages: tuple[Message, ...] = ()
+    ids: tuple[int, ...] = ()
     text: str | None = None
     thinking: bool | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ChatInput:
-    """What a model reads before its next reply: a conversation, and those of its ids that are new to the sequence.
-
-    history_rewritten, new_suffix: see `Turn`.
-    """
-
-    chat: Chat
-    ids: tuple[int, ...]
     history_rewritten: bool = False
     new_suffix: int = 0
 
@@ -50,7 +41,7 @@ def render(
 ) -> tuple[int, ...]:
     """The ids of a task's prompt, ready for the model to answer.
 
-    A string is asked as the user's message through the chat template; a tokenizer without one gets it as it is.
+    A string is the user's message in the chat template; a tokenizer without a template gets it as it is.
 
     Args:
         thinking: passed to the template as `enable_thinking`; None leaves the template's default.
@@ -58,15 +49,7 @@ def render(
     Raises:
         PromptError: messages for a tokenizer without a chat template, or a prompt of no tokens.
     """
-    if tokenizer.has_chat_template:
-        ids = _templated(tokenizer, Chat(_messages(task.prompt), None, thinking, tuple(tools)), task.prompt)
-    elif isinstance(task.prompt, str):
-        ids = _encoded(tokenizer, "prompt", task.prompt, add_special_tokens=True)
-    else:
-        raise PromptError("prompt", "the tokenizer has no chat template; wanted a string, got messages")
-    if not ids:
-        raise PromptError("prompt", f"{task.prompt!r} has no tokens")
-    return tuple(int(token) for token in ids)
+    return start_chat(tokenizer, task.prompt, thinking, tools).ids
 
 
 def start_chat(
@@ -74,16 +57,23 @@ def start_chat(
     observation: str | Sequence[Message],
     thinking: bool | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
-) -> ChatInput:
-    """Begin a conversation with what is read first; the ids are those of a task with that prompt."""
-    prompt = observation if isinstance(observation, str) else tuple(observation)
-    ids = render(tokenizer, Task(prompt), thinking=thinking, tools=tools)
-    return ChatInput(Chat(_messages(prompt), None, thinking, tuple(tools)), ids)
+) -> Chat:
+    """Begin a conversation with what is read first; see `render`."""
+    chat = Chat(_messages(observation), thinking=thinking, tools=tuple(tools))
+    if tokenizer.has_chat_template:
+        ids = tuple(int(token) for token in _templated(tokenizer, chat, tokenize=True))
+    elif isinstance(observation, str):
+        ids = _encoded(tokenizer, "prompt", observation, add_special_tokens=True)
+    else:
+        raise PromptError("prompt", "the tokenizer has no chat template; wanted a string, got messages")
+    if not ids:
+        raise PromptError("prompt", f"{observation!r} has no tokens")
+    return replace(chat, ids=ids)
 
 
 def continue_chat(
     tokenizer: Any, chat: Chat, tokens: Sequence[int], stop_ids: Sequence[int], observation: str | Sequence[Message]
-) -> ChatInput:
+) -> Chat:
     """Put an observation after a reply.
 
     The text of the conversation so far, then the reply, white space aside, must begin the new rendering. What stands
@@ -98,16 +88,19 @@ def continue_chat(
     if not tokenizer.has_chat_template:
         if not isinstance(observation, str):
             raise PromptError("observation", "the tokenizer has no chat template; wanted a string, got messages")
-        return ChatInput(chat, _encoded(tokenizer, "observation", observation))
-    new = _messages(observation)
-    before = _written(tokenizer, chat) if chat.text is None else chat.text
-    now = replace(chat, messages=(*chat.messages, {"role": "assistant", "content": reply}, *new))
-    now = replace(now, text=(after := _written(tokenizer, now)))
-    tail = _after(after, before, reply)
-    if tail is None:
-        ids = _encoded(tokenizer, "observation", after)
-        return ChatInput(now, ids, True, _new_suffix(tokenizer, now, ids, len(new)))
-    return ChatInput(now, _tail(tokenizer, tail, tokens[-1] if stopped else None))
+        return replace(chat, ids=_encoded(tokenizer, "observation", observation))
+    new, before = _messages(observation), chat.text
+    if before is None:
+        before = _templated(tokenizer, chat)
+    chat = replace(chat, messages=(*chat.messages, {"role": "assistant", "content": reply}, *new))
+    text = _templated(tokenizer, chat)
+    tail = _after(text, before, reply)
+    if tail is not None:
+        ids, suffix = _without_stop(tokenizer, tail, tokens[-1] if stopped else None), 0
+    else:
+        ids = _encoded(tokenizer, "observation", text)
+        suffix = _new_suffix(tokenizer, chat, text, ids, len(new))
+    return replace(chat, ids=ids, text=text, history_rewritten=tail is None, new_suffix=suffix)
 
 
 def observed(observation: str | Sequence[Message]) -> str:
@@ -115,14 +108,15 @@ def observed(observation: str | Sequence[Message]) -> str:
     return observation if isinstance(observation, str) else "\n".join(map(text_of, observation))
 
 
-def _new_suffix(tokenizer: Any, chat: Chat, ids: tuple[int, ...], count: int) -> int:
+def _new_suffix(tokenizer: Any, chat: Chat, text: str, ids: tuple[int, ...], count: int) -> int:
     """How many of a rendering's ids, at its end, are its last `count` messages and what the template puts after them.
 
     The text of the first of them begins where the rendering would differ if it were another text.
     """
-    front, first, later = chat.messages[:-count], chat.messages[-count], chat.messages[len(chat.messages) - count + 1 :]
-    other = {**first, "content": "1" if text_of(first).strip().startswith("0") else "0"}
-    text, changed = chat.text or "", _written(tokenizer, replace(chat, messages=(*front, other, *later)))
+    messages = list(chat.messages)
+    other = "1" if text_of(messages[-count]).strip().startswith("0") else "0"
+    messages[-count] = {**messages[-count], "content": other}
+    changed = _templated(tokenizer, replace(chat, messages=tuple(messages)))
     tail = _encoded(tokenizer, "observation", text[_common_start(text, changed) :])
     return _common_start(ids[:0:-1], tail[::-1])
 
@@ -149,7 +143,7 @@ def _after(text: str, before: str, reply: str) -> str | None:
     return text[place:]
 
 
-def _tail(tokenizer: Any, tail: str, stop_id: int | None) -> tuple[int, ...]:
+def _without_stop(tokenizer: Any, tail: str, stop_id: int | None) -> tuple[int, ...]:
     """The ids of what follows a reply, without the stop token where the sequence holds it already."""
     stop = "" if stop_id is None else tokenizer.decode([stop_id])
     if not stop or not tail.lstrip().startswith(stop):
@@ -162,25 +156,20 @@ def _messages(observation: str | Sequence[Message]) -> tuple[Message, ...]:
     return ({"role": "user", "content": observation},) if isinstance(observation, str) else tuple(observation)
 
 
-def _written(tokenizer: Any, chat: Chat) -> str:
-    return _templated(tokenizer, chat, chat.messages[-1].get("content"), tokenize=False)
-
-
-def _templated(tokenizer: Any, chat: Chat, shown: Any, tokenize: bool = True) -> Any:
-    """What the chat template makes of a conversation, ready for the model to answer: ids, or the text."""
+def _templated(tokenizer: Any, chat: Chat, tokenize: bool = False) -> Any:
+    """What the chat template makes of a conversation, ready for the model to answer: the text, or its ids."""
     switch = {} if chat.thinking is None else {"enable_thinking": chat.thinking}
     tools = {"tools": [dict(tool) for tool in chat.tools]} if chat.tools else {}
+    options = {"add_generation_prompt": True, "tokenize": tokenize, **switch, **tools}
     try:
-        return tokenizer.apply_chat_template(
-            list(chat.messages), add_generation_prompt=True, tokenize=tokenize, **switch, **tools
-        )
+        return tokenizer.apply_chat_template(list(chat.messages), **options)
     except Exception as error:  # a template is a program of the model's, and may raise anything
-        raise PromptError(f"prompt {str(shown)[:80]!r}", f"the chat template refuses it: {error}") from error
+        shown = str(chat.messages[-1].get("content"))[:80]
+        raise PromptError(f"prompt {shown!r}", f"the chat template refuses it: {error}") from error
 
 
 def _encoded(tokenizer: Any, what: str, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
     try:
         return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens))
     except TypeError as error:  # the tokenizer's word for text that is not Unicode
-        shown = text[:80] if what == "prompt" else text[-80:]
-        raise PromptError(f"{what} {shown!r}", f"the tokenizer refuses it: {error}") from error
+        raise PromptError(f"{what} {text[-80:]!r}", f"the tokenizer refuses it: {error}") from error

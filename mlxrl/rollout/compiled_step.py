@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections import abc
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.policy.head import Head
 from mlxrl.policy.load import Policy
@@ -14,7 +15,7 @@ from mlxrl.policy.room import capacity_for
 from mlxrl.rollout.draw import Drawn
 from mlxrl.rollout.kv_cache import EqualLengthCache, KVCache, SlotCache
 from mlxrl.rollout.kv_layers import Layers
-from mlxrl.rollout.sequence import Sequence as Drawing
+from mlxrl.rollout.sequence import Sequence
 from mlxrl.rollout.stop_rules import Processor, State, StepRules, advance, initial, mapped
 
 KEPT = 4  # steps that are kept with a policy: training and evaluation draw by different rules
@@ -23,7 +24,7 @@ Compiled: TypeAlias = "dict[tuple[StepRules, Layers], CompiledStep | None]"
 
 
 def decode_step(
-    head: Head, caches: KVCache, state: State, rules: StepRules, processors: Sequence[Processor] = ()
+    head: Head, caches: KVCache, state: State, rules: StepRules, processors: abc.Sequence[Processor] = ()
 ) -> tuple[State, Drawn]:
     """Feed every row its last token and draw the next; the caches are written to.
 
@@ -41,36 +42,39 @@ class CompiledStep:
 
     def __init__(self, rules: StepRules, layers: Layers) -> None:
         self.rules, self.layers = rules, layers
-        self._policy: Policy | None = None
+        self._session: DecodeSession | None = None
         self._call = mx.compile(self._trace)
 
-    def __call__(self, policy: Policy, weights: Any, caches: SlotCache, state: State) -> tuple[State, Drawn]:
+    def __call__(self, session: DecodeSession, caches: SlotCache, state: State) -> tuple[State, Drawn]:
         """The state after the step, and what was drawn; the caches are written to."""
-        self._policy = policy  # for the span of the call: a compiled step outlives the session
+        self._session = session  # for the span of the call: a compiled step outlives the session
         try:
-            caches.arrays, state, drawn = self._call(weights, caches.arrays, state)
+            caches.arrays, state, drawn = self._call(session.weights, caches.arrays, state)
         finally:
-            self._policy = None
+            self._session = None
         return state, drawn
 
-    def _trace(self, weights: Any, arrays: list[mx.array], state: State) -> tuple[list[mx.array], State, Drawn]:
-        assert self._policy is not None
-        model, own = self._policy.model, self._policy.model.parameters()
+    def _trace(
+        self, weights: list[mx.array], arrays: list[mx.array], state: State
+    ) -> tuple[list[mx.array], State, Drawn]:
+        assert self._session is not None
+        policy, own = self._session.policy, self._session.policy.model.parameters()
         caches = SlotCache(len(state.tokens), layers=self.layers, arrays=arrays)
-        model.update(weights)
+        policy.model.update(tree_unflatten(list(zip(self._session.names, weights, strict=True))))
         try:
-            state, drawn = decode_step(self._policy.head, caches, state, self.rules)
+            state, drawn = decode_step(policy.head, caches, state, self.rules)
         finally:
-            model.update(own)
+            policy.model.update(own)
         return caches.arrays, state, drawn
 
 
 class DecodeSession:
     """A policy with its weights as they are now, and the steps that are compiled for it."""
 
-    def __init__(self, policy: Policy, processors: Sequence[Processor] = (), *, compiled: bool = True) -> None:
+    def __init__(self, policy: Policy, processors: abc.Sequence[Processor] = (), *, compiled: bool = True) -> None:
         self.policy, self.processors = policy, tuple(processors)
-        self.weights = policy.model.parameters()
+        leaves: Any = tree_flatten(policy.model.parameters())
+        self.names, self.weights = [name for name, _ in leaves], [weight for _, weight in leaves]
         self._steps: Compiled | None = {} if compiled and not processors else None
         self._kept: Compiled = policy.memo.setdefault("compiled steps", {})  # for the sessions to come
 
@@ -82,7 +86,7 @@ class DecodeSession:
                 self._keep(key, self._kept.pop(key) if key in self._kept else CompiledStep(*key))
             try:
                 if (step := self._steps[key]) is not None:
-                    return step(self.policy, self.weights, caches, state)
+                    return step(self, caches, state)
             except (ValueError, RuntimeError) as error:
                 self._keep(key, None)
                 module = type(self.policy.model).__module__
@@ -105,7 +109,7 @@ class Slots:
 
     def __init__(self, session: DecodeSession, rules: StepRules, count: int, *, slotted: bool) -> None:
         self.session, self.rules = session, rules
-        self.sequences: list[Drawing | None] = [None] * count
+        self.sequences: list[Sequence | None] = [None] * count
         self.caches: KVCache = SlotCache(count) if slotted else EqualLengthCache(count)
         self.state: State | None = None
         self._history: int | None = 0 if rules.looks_back or session.processors else None  # its capacity
@@ -136,7 +140,7 @@ class Slots:
             if self.state is not None and self.state.history is not None:
                 self.state = self.state._replace(history=mx.pad(self.state.history, [(0, 0), (0, more)]))
 
-    def begin(self, slots: Sequence[int], sequences: Sequence[Drawing], logits: mx.array) -> Drawn:
+    def begin(self, slots: abc.Sequence[int], sequences: abc.Sequence[Sequence], logits: mx.array) -> Drawn:
         """Let sequences whose prompts are in the caches draw first tokens, from logits [n, V]."""
         for slot, sequence in zip(slots, sequences, strict=True):
             self.sequences[slot], sequence.num_drawn = sequence, 1
@@ -185,7 +189,7 @@ class Slots:
             longest = max(one.length for slot in occupied if (one := self.sequences[slot]))
             self._select([*occupied, *self.free[: size - len(occupied)]], len(occupied), longest + 1)
 
-    def _select(self, slots: Sequence[int], count: int, tokens: int | None) -> None:
+    def _select(self, slots: abc.Sequence[int], count: int, tokens: int | None) -> None:
         """Have these slots, with the sequences of the first `count`, without capacity beyond so many tokens."""
         assert self.state is not None
         self.sequences = [*(self.sequences[slot] for slot in slots[:count]), *[None] * (len(slots) - count)]

@@ -7,9 +7,7 @@ several at a time. The next step is enqueued before the last one is read back, s
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections import abc, deque
 from dataclasses import replace
 from math import isfinite
 from typing import Any, Self
@@ -42,7 +40,7 @@ class Engine:
         policy: Policy,
         *,
         max_rows: int = 32,
-        processors: Items[Processor] = (),
+        processors: abc.Sequence[Processor] = (),
         prefill_chunk: int = 2048,
         compiled: bool = True,
         mode: BatchingMode | None = None,
@@ -70,7 +68,7 @@ class Engine:
         """Let a request wait for a slot. One whose prompt fills the context has ended, with nothing drawn."""
         return self._enqueued(self._sequence(request))
 
-    def extend(self, sequence: Sequence, ids: Items[int], **changes: Any) -> Sequence:
+    def extend(self, sequence: Sequence, ids: abc.Sequence[int], **changes: Any) -> Sequence:
         """Continue after a sequence that has ended with ids that follow its tokens, as the next turn of a conversation.
 
         Where it is parked and draws by the same rules, only what is new is run, in one forward pass with what is new to
@@ -104,7 +102,7 @@ class Engine:
             self._batches = {rules: batch for rules, batch in self._batches.items() if batch.used}
         return ended
 
-    def run(self) -> Iterator[Sequence]:
+    def run(self) -> abc.Iterator[Sequence]:
         """Step until nothing is left to do; sequences come out as they end."""
         while self.busy:
             yield from self.step()
@@ -158,8 +156,8 @@ class Engine:
     def _start(self) -> None:
         """Before the first step, bring sequences of one prompt together, and find what all prompts begin with."""
         for batch in self._batches.values():
-            places = {sequence.prompt: place for place, sequence in reversed(list(enumerate(batch.queue)))}
-            batch.queue = deque(sorted(batch.queue, key=lambda sequence: places[sequence.prompt]))
+            first = {sequence.prompt: number for number, sequence in reversed(list(enumerate(batch.queue)))}
+            batch.queue = deque(sorted(batch.queue, key=lambda sequence: first[sequence.prompt]))
             self._started = True
         self.prefixes.share(sequence.prompt for batch in self._batches.values() for sequence in batch.queue)
 

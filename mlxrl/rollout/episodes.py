@@ -7,7 +7,7 @@ while others are still being drawn, and the answer is what the model reads befor
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections import abc
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -15,19 +15,17 @@ from typing import Any, Self
 import mlx.core as mx
 
 from mlxrl.rewards import earned
-from mlxrl.rollout.chat import Chat, ChatInput, PromptError, continue_chat, observed, start_chat
+from mlxrl.rollout.chat import Chat, PromptError, continue_chat, observed, start_chat
 from mlxrl.rollout.draw import fold
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.environment import EnvironmentHandle, EpisodeError, Factory, Observation
-from mlxrl.rollout.sequence import Request
-from mlxrl.rollout.sequence import Sequence as Drawing
+from mlxrl.rollout.sequence import Request, Sequence
 from mlxrl.rollout.workers import Call, Workers
 from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.types import Feedback, Group, Stop, Task, Trajectory, Turn
 
 CLOSING = "mlxrl close"  # name of the threads that close environments
 PATIENCE = 5.0  # seconds that environments are given to close at the end
-NOTHING = ChatInput(Chat(), ())
 HURRIED = 0.2  # the same, where one of an earlier rollout still hangs
 
 
@@ -35,19 +33,18 @@ HURRIED = 0.2  # the same, where one of an earlier rollout still hangs
 class Episode:
     """A trajectory under way.
 
-    environment: None for a single turn. sequence: of its present turn; read: what that began with, and the same as text
-    in observation_text; state: in which it acts. stop, error: how it ended, see `Trajectory`; closing: the call that
-    closes its environment.
+    environment: None for a single turn. sequence: of its present turn; chat: what that has read, as text for people in
+    observation_text; state: in which it acts. stop, error: see `Trajectory`; closing: the call that closes.
     """
 
     number: int
     task: Task
     environment: EnvironmentHandle | None
     turns: list[Turn] = field(default_factory=list[Turn])
-    sequence: Drawing | None = None
-    read: ChatInput = NOTHING
+    sequence: Sequence | None = None
+    chat: Chat = field(default_factory=Chat)
     observation_text: str = ""
-    state: Hashable | None = None
+    state: abc.Hashable | None = None
     stop: Stop | None = None
     error: str = ""
     closing: Call | None = None
@@ -67,7 +64,7 @@ class Episodes:
     def __init__(
         self,
         tokenizer: Any,
-        tasks: Sequence[Task],
+        tasks: abc.Sequence[Task],
         group_size: int,
         sampling: Sampling,
         environment: Factory | None,
@@ -75,17 +72,15 @@ class Episodes:
         keys: mx.array,
     ) -> None:
         self.tokenizer, self.group_size, self.sampling, self.limits = tokenizer, group_size, sampling, limits
-        handles = [(task, EnvironmentHandle(environment, task) if environment else None)
-                   for task in tasks for _ in range(group_size)]  # fmt: skip
-        self.episodes = [Episode(number, task, handle) for number, (task, handle) in enumerate(handles)]
-        self.keeps = environment is not None and limits.max_turns > 1
-        self.keys = [keys]
+        self.keeps, self.keys = environment is not None and limits.max_turns > 1, [keys]
+        self.episodes = [
+            Episode(number, task, EnvironmentHandle(environment, task) if environment else None)
+            for number, task in enumerate(task for task in tasks for _ in range(group_size))
+        ]
+        self.closing = Workers(limits.timeout, CLOSING)
         hangs = any(thread.name == CLOSING for thread in threading.enumerate())  # that of an earlier rollout
-        self.closing, self.patience = (
-            Workers(limits.timeout, CLOSING),
-            min(limits.timeout, HURRIED if hangs else PATIENCE),
-        )
-        self._firsts: dict[str, ChatInput] = {}
+        self.patience = min(limits.timeout, HURRIED if hangs else PATIENCE)
+        self._firsts: dict[str, Chat] = {}
 
     def begin(self, engine: Engine, workers: Workers) -> None:
         """Submit the first turns. Environments are reset before, and waited for, so that equal prompts are run once."""
@@ -98,7 +93,7 @@ class Episodes:
         for answer in workers.wait(grace=None):
             self.observed(answer)
 
-    def acted(self, sequence: Drawing) -> None:
+    def acted(self, sequence: Sequence) -> None:
         """Note a turn that has ended, and hand its action to the environment; without one the episode is over."""
         episode: Episode = sequence.request.owner
         if episode.turns and sequence.limit <= 0:
@@ -117,14 +112,13 @@ class Episodes:
     def observed(self, answer: Call) -> None:
         """Continue with what an environment has answered, or end the episode."""
         episode: Episode = answer.owner
-        assert episode.environment is not None
         name = "step" if episode.turns else "reset"
         if fault := answer.fault(name, self.limits.timeout):
             return self._finish(episode, "error", fault)
         try:
             if episode.turns:
                 self._next(episode, answer.value)
-            else:
+            elif episode.environment is not None:
                 self._first(episode, answer.value, episode.environment.prompt_key)
         except PromptError as error:
             self._finish(episode, "error", f"{name}: {error}")
@@ -155,43 +149,40 @@ class Episodes:
         """Submit the first turn. Episodes of a task begin alike, so what they read is rendered once."""
         handle = episode.environment
         if key not in self._firsts:
-            tools = () if handle is None else handle.tools
+            tools = handle.tools if handle else ()
             self._firsts[key] = start_chat(self.tokenizer, observation, self.sampling.thinking, tools)
-        episode.read = self._firsts[key]
+        episode.chat = self._firsts[key]
         if handle is not None:
-            episode.observation_text, episode.state = observed(observation), episode.read.ids
+            episode.observation_text, episode.state = observed(observation), episode.chat.ids
         own = self._own(episode)
-        request = Request(episode.read.ids, sampling=self.sampling, keep=self.keeps, owner=episode, **own)
+        request = Request(episode.chat.ids, sampling=self.sampling, keep=self.keeps, owner=episode, **own)
         episode.sequence = self.engine.submit(request)
 
     def _next(self, episode: Episode, feedback: Feedback) -> None:
         """Credit an action with what its environment answered, and submit the next turn."""
-        sequence, penalty = episode.sequence, self.limits.invalid_penalty if feedback.invalid else 0.0
+        sequence = episode.sequence
         assert sequence is not None
-        reward = feedback.reward - penalty
+        reward = feedback.reward - (self.limits.invalid_penalty if feedback.invalid else 0.0)
         episode.turns[-1] = replace(episode.turns[-1], reward=reward, invalid=feedback.invalid)
-        if (stop := self._limit(episode, feedback.done)) is not None:
+        if (stop := self._limit(episode, sequence, feedback.done)) is not None:
             return self._finish(episode, stop)
-        episode.read = read = continue_chat(
-            self.tokenizer, episode.read.chat, sequence.tokens, sequence.rules.stop_ids, feedback.observation
-        )
-        episode.observation_text, episode.state = observed(feedback.observation), feedback.state
-        if read.history_rewritten:
+        stop_ids, observation = sequence.rules.stop_ids, feedback.observation
+        episode.chat = continue_chat(self.tokenizer, episode.chat, sequence.tokens, stop_ids, observation)
+        episode.observation_text, episode.state = observed(observation), feedback.state
+        ids, own = episode.chat.ids, self._own(episode)
+        if episode.chat.history_rewritten:
             self.engine.cancel(sequence)
-            request = replace(sequence.request, prompt=read.ids, **self._own(episode))
-            episode.sequence = self.engine.submit(request)
+            episode.sequence = self.engine.submit(replace(sequence.request, prompt=ids, **own))
         else:
-            episode.sequence = self.engine.extend(sequence, read.ids, **self._own(episode))
-        return None
+            episode.sequence = self.engine.extend(sequence, ids, **own)
 
-    def _limit(self, episode: Episode, done: bool) -> Stop | None:
+    def _limit(self, episode: Episode, sequence: Sequence, done: bool) -> Stop | None:
         """Why an episode ends after a turn, None where it does not."""
-        assert episode.sequence is not None
         most = self.limits.max_episode_tokens
         if done:
             return "done"
         if len(episode.turns) >= self.limits.max_turns:
-            return "length" if episode.sequence.stop == "length" else "turns"
+            return "length" if sequence.stop == "length" else "turns"
         return "length" if most is not None and episode.num_tokens >= most else None
 
     def _own(self, episode: Episode) -> dict[str, Any]:
@@ -199,29 +190,25 @@ class Episodes:
         turn, most = len(episode.turns), self.limits.max_episode_tokens
         while turn >= len(self.keys):
             self.keys.append(fold(self.keys[0], mx.full((len(self.episodes),), len(self.keys))))
-        limit = None if most is None else most - episode.num_tokens
-        stop_strings = () if episode.environment is None else episode.environment.stop
-        return {"key": self.keys[turn][episode.number], "limit": limit, "stop_strings": stop_strings}
+        return {
+            "key": self.keys[turn][episode.number],
+            "limit": None if most is None else most - episode.num_tokens,
+            "stop_strings": episode.environment.stop if episode.environment else (),
+        }
 
-    def _turn(self, episode: Episode, sequence: Drawing) -> Turn:
+    def _turn(self, episode: Episode, sequence: Sequence) -> Turn:
         return Turn(
-            episode.read.ids,
-            tuple(sequence.tokens),
-            tuple(sequence.logprobs),
-            self.tokenizer.decode(sequence.tokens, skip_special_tokens=True),
-            state=episode.state,
-            details=sequence.details,
-            observation_text=episode.observation_text,
-            history_rewritten=episode.read.history_rewritten,
-            new_suffix=episode.read.new_suffix,
-        )
+            episode.chat.ids, tuple(sequence.tokens), tuple(sequence.logprobs),
+            self.tokenizer.decode(sequence.tokens, skip_special_tokens=True), details=sequence.details,
+            state=episode.state, observation_text=episode.observation_text,
+            history_rewritten=episode.chat.history_rewritten, new_suffix=episode.chat.new_suffix,
+        )  # fmt: skip
 
     def _trajectory(self, episode: Episode, stop: Stop) -> Trajectory:
         """An episode that has ended, what its environment gave as a part of the reward."""
-        unclosed = "" if episode.closing is None else episode.closing.fault("close", self.patience)
         made = Trajectory(
             episode.task, tuple(episode.turns), stop=stop, sampling=self.sampling, error=episode.error,
-            close_error=unclosed,
+            close_error=episode.closing.fault("close", self.patience) if episode.closing else "",
         )  # fmt: skip
         return made if episode.environment is None or stop == "error" else earned(made)
 

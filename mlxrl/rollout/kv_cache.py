@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from mlxrl.policy.room import capacity_for
-from mlxrl.rollout.kv_layers import Layers, caches_of, flat, padded, parts_of
+from mlxrl.rollout.kv_layers import Layers, caches_of, flat, padded
 from mlxrl.rollout.sequence import PrefilledPrompt
 
 
@@ -30,7 +30,7 @@ class SlotCache:
 
     @property
     def grows(self) -> list[bool]:
-        return [layer.grows for layer in flat(self.layers) for _ in range(layer.count)]
+        return [layer.grows for layer in flat(self.layers) for _ in layer.names]
 
     def place(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
         """Give rows the caches of one prompt, over all that was in their slots."""
@@ -58,7 +58,7 @@ class SlotCache:
 
     def update(self, caches: Iterable[Any], frozen: mx.array | None = None) -> None:
         """Keep what the model left in them; rows that are `frozen`, [B] bool, keep the states they had."""
-        pairs = zip(flat(self.layers), parts_of(caches), strict=True)
+        pairs = zip(flat(self.layers), flat(caches), strict=True)
         before, self.arrays = self.arrays, [array for layer, part in pairs for array in layer.arrays(part)]
         if frozen is not None:
             self.arrays = [
@@ -97,8 +97,12 @@ class EqualLengthCache:
     @property
     def arrays(self) -> list[mx.array]:
         found: list[mx.array] = []
-        for cache in self._joined:
-            _mapped(lambda arrays: found.append(arrays[0]) or arrays[0], [cache])
+
+        def note(arrays: Sequence[mx.array]) -> mx.array:
+            found.append(arrays[0])
+            return arrays[0]
+
+        _mapped(note, [self._joined])
         return found
 
     def place(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:

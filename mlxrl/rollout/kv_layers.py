@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
@@ -59,81 +59,52 @@ def _next(offset: mx.array, count: int) -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """A layer with keys and values. count: of its arrays; grows: whether these have a place for every token."""
+class Layer:
+    """What one cache of a model keeps of every sequence: arrays with a row for each.
 
-    window: int | None
-    count: ClassVar[int] = 2
-    grows: ClassVar[bool] = True
+    names: where the cache has them: `keys` and `values` of attention, with a place for every token, or entries of a
+    recurrent layer, of a fixed size; none where the cache stays empty.
+    window: tokens that a token sees, None for all before it; size: entries of a recurrent layer's cache, 0 for others.
+    """
+
+    names: tuple[Any, ...]
+    window: int | None = None
+    size: int = 0
+
+    @property
+    def grows(self) -> bool:
+        """Whether the arrays have a place for every token."""
+        return not self.size
+
+    def arrays(self, cache: Any) -> list[mx.array]:
+        """What the model left in a cache."""
+        return [cache[name] if self.size else getattr(cache, name) for name in self.names]
 
     def row(self, cache: Any, number: int, length: int) -> list[mx.array]:
-        """The arrays [1, ...] of a prompt of P tokens in row `number` of a cache, here [1, H, P, D] in order."""
+        """The arrays [1, ...] of a prompt of P tokens in a row of a cache; those of attention [1, H, P, D] in order."""
         arrays = self.arrays(cache)
-        if (
-            type(cache) is not SlotKeys and cache.offset > cache.keys.shape[2]
-        ):  # a window that has turned: of one prompt
+        if not self.grows:
+            return [array[number : number + 1] for array in arrays]
+        if self.names and type(cache) is not SlotKeys and cache.offset > cache.keys.shape[2]:
+            # a window that has turned, which is of one prompt
             arrays = [cache._temporal_order(array)[..., -cache.size() :, :] for array in arrays]
             return [padded(array, length - array.shape[2], 0) for array in arrays]
         return [array[number : number + 1, :, :length] for array in arrays]
 
     def cache(self, arrays: Sequence[mx.array], lengths: mx.array, counts: mx.array | None) -> Any:
         """The cache that the model is given, for rows that hold `lengths` tokens [B] and are fed `counts` [B]."""
-        return SlotKeys(arrays[0], arrays[1], lengths, self.window)
+        from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-    def arrays(self, cache: Any) -> list[mx.array]:
-        """What the model left in it."""
-        return [cache.keys, cache.values]
-
-
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """A layer with states [B, ...] of a fixed size; `filled` are the entries that it uses. The rest as `Attention`."""
-
-    size: int
-    filled: tuple[int, ...]
-    grows: ClassVar[bool] = False
-
-    @property
-    def count(self) -> int:
-        return len(self.filled)
-
-    def row(self, cache: Any, number: int, length: int) -> list[mx.array]:
-        return [array[number : number + 1] for array in self.arrays(cache)]
-
-    def cache(self, arrays: Sequence[mx.array], lengths: mx.array, counts: mx.array | None) -> Any:
-        from mlx_lm.models.cache import ArraysCache
-
+        if not self.size:
+            empty = KVCache() if self.window is None else RotatingKVCache(self.window)
+            return SlotKeys(arrays[0], arrays[1], lengths, self.window) if arrays else empty
         cache = ArraysCache(self.size)
         cache.lengths = None if counts is None else counts + 0  # the model counts it down in place
-        for entry, array in zip(self.filled, arrays, strict=True):
-            cache[entry] = array
+        for name, array in zip(self.names, arrays, strict=True):
+            cache[name] = array
         return cache
 
-    def arrays(self, cache: Any) -> list[mx.array]:
-        return [cache[entry] for entry in self.filled]
 
-
-@dataclass(frozen=True, slots=True)
-class Unused:
-    """A layer whose cache stays empty. The rest as `Attention`."""
-
-    window: int | None
-    count: ClassVar[int] = 0
-    grows: ClassVar[bool] = False
-
-    def row(self, cache: Any, number: int, length: int) -> list[mx.array]:
-        return []
-
-    def cache(self, arrays: Sequence[mx.array], lengths: mx.array, counts: mx.array | None) -> Any:
-        from mlx_lm.models.cache import KVCache, RotatingKVCache
-
-        return KVCache() if self.window is None else RotatingKVCache(self.window)
-
-    def arrays(self, cache: Any) -> list[mx.array]:
-        return []
-
-
-Layer: TypeAlias = "Attention | Recurrence | Unused"
 Layers: TypeAlias = "tuple[Layer | Layers, ...]"
 
 
@@ -150,25 +121,21 @@ def _layer_of(cache: Any) -> Layer:
     from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
     if type(cache) is SlotKeys:
-        return Attention(cache.window)
+        return Layer(("keys", "values"), cache.window)
     if type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0):
         window = cache.max_size if type(cache) is RotatingKVCache else None
-        return Unused(window) if cache.keys is None else Attention(window)
+        return Layer(() if cache.keys is None else ("keys", "values"), window)
     if type(cache) is ArraysCache:
-        return Recurrence(len(cache.cache), tuple(i for i, array in enumerate(cache.cache) if array is not None))
+        filled = tuple(entry for entry, array in enumerate(cache.cache) if array is not None)
+        return Layer(filled, size=len(cache.cache))
     raise NotImplementedError(f"a {type(cache).__name__} has no slots")
 
 
-def flat(layers: Layers) -> Iterator[Layer]:
-    """The layers without the tuples that they stand in."""
-    for layer in layers:
-        yield from flat(layer) if isinstance(layer, tuple) else (layer,)
-
-
-def parts_of(caches: Iterable[Any]) -> Iterator[Any]:
-    """The caches of `flat` layers."""
-    for cache in caches:
-        yield from parts_of(cache.caches) if hasattr(cache, "caches") else (cache,)
+def flat(items: Iterable[Any]) -> Iterator[Any]:
+    """Layers, or caches of a model, without those that they are parts of."""
+    for item in items:
+        parts = item if isinstance(item, tuple) else getattr(item, "caches", None)
+        yield from (item,) if parts is None else flat(parts)
 
 
 def caches_of(layers: Layers, arrays: Iterator[mx.array], lengths: mx.array, counts: mx.array | None) -> list[Any]:
@@ -178,7 +145,7 @@ def caches_of(layers: Layers, arrays: Iterator[mx.array], lengths: mx.array, cou
     return [
         CacheList(*caches_of(layer, arrays, lengths, counts))
         if isinstance(layer, tuple)
-        else layer.cache([next(arrays) for _ in range(layer.count)], lengths, counts)
+        else layer.cache([next(arrays) for _ in layer.names], lengths, counts)
         for layer in layers
     ]
 

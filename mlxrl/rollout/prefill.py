@@ -60,7 +60,7 @@ def extend(
 ) -> mx.array:
     """Feed n rows that hold `lengths` tokens several each, in one forward; returns the logits [n, V] after the last.
 
-    Shorter ones are padded on the right: attention to what lies behind is masked, and no state sees it.
+    Shorter ones are padded on the right: attention to what lies after them is masked, and no state sees it.
     """
     part, counts = caches.read(slots), mx.array([len(tokens) for tokens in fed], mx.int32)
     width = max(map(len, fed))
@@ -99,17 +99,17 @@ class PrefixCache:
 
         Returns the logits [n, V] after each prompt.
         """
-        held, logits = list(lengths), dict[int, mx.array]()
-        while left := [i for i, prompt in enumerate(prompts) if held[i] < len(prompt)]:
-            counts = {i: min(len(prompts[i]) - held[i], self.chunk) for i in left}
+        cached, logits = list(lengths), dict[int, mx.array]()
+        while left := [i for i, prompt in enumerate(prompts) if cached[i] < len(prompt)]:
+            counts = {i: min(len(prompts[i]) - cached[i], self.chunk) for i in left}
             left.sort(key=counts.__getitem__)  # of like length together, as many as fill a chunk
             left = [i for number, i in enumerate(left) if not number or (number + 1) * counts[i] <= self.chunk]
             if not self.ragged:
                 left = [i for i in left if counts[i] == counts[left[0]]]
-            fed = [prompts[i][held[i] : held[i] + self.chunk] for i in left]
-            ends = extend(self.policy.head, caches, [slots[i] for i in left], [held[i] for i in left], fed)
+            fed = [prompts[i][cached[i] : cached[i] + self.chunk] for i in left]
+            ends = extend(self.policy.head, caches, [slots[i] for i in left], [cached[i] for i in left], fed)
             for i, tokens, end in zip(left, fed, ends, strict=True):
-                held[i] += len(tokens)
+                cached[i] += len(tokens)
                 logits[i] = end
         return mx.stack([logits[i] for i in range(len(prompts))])
 
@@ -163,10 +163,7 @@ def shared_prefix(prompts: Iterable[Prompt]) -> Prompt:
 
 
 def _batches(prompts: Iterable[Prompt], chunk: int, known: int = 0) -> Iterator[list[Prompt]]:
-    """Prompts of like length together, as long as they fill no more than `chunk` tokens, padding included.
-
-    known: tokens at their beginning that are not run with them.
-    """
+    """Prompts of like length together, as many as fill `chunk` tokens, padding included; `known` tokens are not run."""
     batch: list[Prompt] = []
     for prompt in sorted(prompts, key=len):
         if batch and (len(batch) + 1) * (len(prompt) - known) > chunk:

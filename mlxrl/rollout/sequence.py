@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections import abc
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, TypeAlias
@@ -11,13 +10,13 @@ from typing import Any, Literal, TypeAlias
 import mlx.core as mx
 
 from mlxrl.errors import UserError
-from mlxrl.rollout.kv_layers import Layers, flat, layers_of, parts_of
+from mlxrl.rollout.kv_layers import Layers, flat, layers_of
 from mlxrl.rollout.stop_rules import StepRules
 from mlxrl.settings import Sampling
 from mlxrl.types import TokenDetails
 
 Prompt: TypeAlias = tuple[int, ...]
-Text: TypeAlias = Callable[[Items[int]], str]
+Text: TypeAlias = abc.Callable[[abc.Sequence[int]], str]
 End: TypeAlias = Literal["eos", "length", "error", "cancelled"]
 
 
@@ -152,5 +151,5 @@ class PrefilledPrompt:
 
     def arrays(self, layers: Layers) -> list[mx.array]:
         """Its arrays in a row, [1, ...] each."""
-        pairs = zip(flat(layers), parts_of(self.caches), strict=True)
+        pairs = zip(flat(layers), flat(self.caches), strict=True)
         return [array for layer, cache in pairs for array in layer.row(cache, self.row, self.length)]

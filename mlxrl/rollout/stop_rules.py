@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -14,9 +14,9 @@ from mlxrl.rollout.draw import Drawn, draw
 from mlxrl.settings import Sampling
 
 if TYPE_CHECKING:
-    from mlxrl.rollout.sequence import Sequence as Started
+    from mlxrl.rollout.sequence import Sequence
 
-Processor: TypeAlias = Callable[[mx.array, mx.array], mx.array]
+Processor: TypeAlias = abc.Callable[[mx.array, mx.array], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class StepRules:
     @property
     def thinks(self) -> bool:
         """Whether thinking has a budget."""
-        return self.sampling.thinking_budget is not None and bool(self.think_end)
+        return self.sampling.thinking_budget is not None
 
     @property
     def looks_back(self) -> bool:
         """Whether something needs the history."""
         return self.sampling.penalized or self.thinks
 
-    def opened_by(self, prompt: Sequence[int]) -> bool:
+    def opened_by(self, prompt: abc.Sequence[int]) -> bool:
         """Whether a prompt ends inside a block of thinking."""
         return bool(self.think_start) and _last(prompt, self.think_start) > _last(prompt, self.think_end)
 
@@ -57,14 +57,14 @@ def rules_of(
     Raises:
         UserError: a budget of thinking, and a tokenizer that does not know what thinking is.
     """
-    budget = sampling.thinking_budget is not None
-    if budget and not tokenizer.has_thinking:
-        raise UserError(
-            "sampling", "thinking_budget", "the tokenizer has no tokens that begin and end thinking; leave it out"
-        )
     ids = tuple(sorted(tokenizer.eos_token_ids)) if stop_ids is None else stop_ids
-    thinking = (tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens)) if budget else ((), ())
-    return StepRules(_shared(sampling), ids, *thinking, freeze)
+    if sampling.thinking_budget is None:
+        return StepRules(_shared(sampling), ids, freeze=freeze)
+    if not tokenizer.has_thinking:
+        why = "the tokenizer has no tokens that begin and end thinking; leave it out"
+        raise UserError("sampling", "thinking_budget", why)
+    start, end = tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens)
+    return StepRules(_shared(sampling), ids, start, end, freeze)
 
 
 @lru_cache
@@ -72,7 +72,7 @@ def _shared(sampling: Sampling) -> Sampling:
     return replace(sampling, max_tokens=2**31 - 1, stop_strings=(), thinking=None)
 
 
-def _last(ids: Sequence[int], wanted: Sequence[int]) -> int:
+def _last(ids: abc.Sequence[int], wanted: abc.Sequence[int]) -> int:
     """Where `wanted` stands last, -1 where it does not."""
     places = range(len(ids) - len(wanted), -1, -1)
     return next((place for place in places if tuple(ids[place : place + len(wanted)]) == tuple(wanted)), -1)
@@ -105,7 +105,7 @@ class State(NamedTuple):
     thinking: Thinking | None = None
 
 
-def initial(sequences: Sequence[Started], rules: StepRules, history: int | None) -> State:
+def initial(sequences: abc.Sequence[Sequence], rules: StepRules, history: int | None) -> State:
     """The state of sequences whose prompts are in the caches; `history` is its capacity in tokens, None for none."""
     prompts, zeros = [sequence.prompt for sequence in sequences], mx.zeros((len(sequences),), mx.int32)
     state = State(
@@ -125,7 +125,7 @@ def initial(sequences: Sequence[Started], rules: StepRules, history: int | None)
     return state
 
 
-def mapped(change: Callable[..., mx.array], *states: Any) -> Any:
+def mapped(change: abc.Callable[..., mx.array], *states: Any) -> Any:
     """The state whose arrays `change` makes of those of others."""
     if states[0] is None or isinstance(states[0], mx.array):
         return None if states[0] is None else change(*states)
@@ -133,7 +133,7 @@ def mapped(change: Callable[..., mx.array], *states: Any) -> Any:
 
 
 def advance(
-    logits: mx.array, state: State, rules: StepRules, processors: Sequence[Processor] = ()
+    logits: mx.array, state: State, rules: StepRules, processors: abc.Sequence[Processor] = ()
 ) -> tuple[State, Drawn]:
     """Draw every row's next token from logits [B, V]; returns the state after it, and what was drawn."""
     thinking, forced = _forced(state.thinking, rules) if state.thinking else (None, None)
@@ -152,11 +152,11 @@ def advance(
     return State(drawn.tokens, state.lengths, keys, state.drawn + live, left, done, history, thinking), drawn
 
 
-def _among(tokens: mx.array, ids: Sequence[int]) -> mx.array:
+def _among(tokens: mx.array, ids: abc.Sequence[int]) -> mx.array:
     return (tokens[:, None] == mx.array(list(ids), mx.int32)).any(axis=-1)
 
 
-def _scores(logits: mx.array, state: State, rules: StepRules, processors: Sequence[Processor]) -> mx.array | None:
+def _scores(logits: mx.array, state: State, rules: StepRules, processors: abc.Sequence[Processor]) -> mx.array | None:
     """The logits to draw from where they are not the model's own: mlx-lm's penalties, processors, then bans."""
     scores = logits.astype(mx.float32)
     if processors:
@@ -172,7 +172,7 @@ def _scores(logits: mx.array, state: State, rules: StepRules, processors: Sequen
     return scores
 
 
-def _processed(scores: mx.array, state: State, processors: Sequence[Processor]) -> mx.array:
+def _processed(scores: mx.array, state: State, processors: abc.Sequence[Processor]) -> mx.array:
     """Call mlx-lm's processors as mlx-lm does, with one row's tokens [T] and its logits [1, V]."""
     assert state.history is not None
     rows = [scores[row : row + 1] for row in range(len(scores))]
@@ -228,7 +228,7 @@ def _followed(thinking: Thinking, state: State, tokens: mx.array, forced: mx.arr
     return Thinking((thinking.open & ~closes) | opens, spent, mx.where(closing >= len(rules.think_end), -1, closing))
 
 
-def _ends_with(state: State, tokens: mx.array, ids: Sequence[int]) -> mx.array:
+def _ends_with(state: State, tokens: mx.array, ids: abc.Sequence[int]) -> mx.array:
     """Whether each row's tokens, the one just drawn included, end with `ids`."""
     ends = tokens == ids[-1]
     if len(ids) > 1:

@@ -16,28 +16,24 @@ from mlxrl.errors import one_line
 
 MOST = 32
 GRACE = 0.1  # seconds that further answers are waited for once there is one, to continue with them together
+TICK = 0.05  # seconds between two looks at the time
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call for `owner`: what it returned, or what it raised; late: whether its time ran out."""
+    """A call for `owner`, with what it returned or raised once it is over; late: whether its time ran out before."""
 
     function: Callable[[], Any]
     owner: Any = None
     started: float | None = None
-    done: bool = False
+    over: bool = False
     late: bool = False
     value: Any = None
     error: BaseException | None = None
 
-    @property
-    def over(self) -> bool:
-        """Whether it has come to an end, or is waited for no longer."""
-        return self.done or self.late
-
     def fault(self, name: str, timeout: float) -> str:
         """How it failed, in one line; empty where it did not."""
-        if self.late or not self.done:
+        if self.late or not self.over:
             return f"{name}: no answer in {timeout:g} s"
         return "" if self.error is None else f"{name}: {_described(self.error)}"
 
@@ -47,7 +43,7 @@ class Workers:
 
     def __init__(self, timeout: float, name: str = "mlxrl environment", most: int = MOST) -> None:
         self.timeout, self.name, self.most = timeout, name, most
-        self._calls: list[Call] = []
+        self._calls: list[Call] = []  # not handed out yet
         self._waiting: deque[Call] = deque()
         self._threads = 0  # those that hang left out
         self._changed = threading.Condition()
@@ -69,24 +65,24 @@ class Workers:
     def finished(self, enough: float = 1) -> list[Call]:
         """Calls that are over and were not handed out yet, as they were submitted; none before `enough` are over."""
         with self._changed:
-            return self._handed_out() if len(self._ended()) >= enough else []
+            return self._handed_out() if len(self._over()) >= enough else []
 
     def wait(self, grace: float | None = GRACE) -> list[Call]:
         """The same once all are over, or some are and the grace is over; None waits for all."""
-        end = None if grace is None else time.monotonic() + grace
+        since = time.monotonic()
         with self._changed:
-            while True:
-                ended = self._ended()
-                if len(ended) == len(self._calls) or (ended and end is not None and time.monotonic() >= end):
-                    return self._handed_out()
-                self._changed.wait(self._until(end if ended else None))
+            while len(over := self._over()) < len(self._calls):
+                if over and grace is not None and time.monotonic() - since >= grace:
+                    break
+                self._changed.wait(TICK)
+            return self._handed_out()
 
     def drain(self, patience: float) -> None:
         """Wait until all calls are over, but no longer than so many seconds."""
-        end = time.monotonic() + patience
+        since = time.monotonic()
         with self._changed:
-            while len(self._ended()) < len(self._calls) and time.monotonic() < end:
-                self._changed.wait(self._until(end))
+            while len(self._over()) < len(self._calls) and time.monotonic() - since < patience:
+                self._changed.wait(TICK)
 
     def _begin(self) -> None:
         """One thread more, if a call needs it. Where the system has none, and none is left here, the calls fail."""
@@ -98,7 +94,7 @@ class Workers:
         except RuntimeError as error:
             while self._waiting and not self._threads:
                 call = self._waiting.popleft()
-                call.error, call.done = error, True
+                call.error, call.over = error, True
 
     def _work(self) -> None:
         while (call := self._next()) is not None:
@@ -107,10 +103,10 @@ class Workers:
             except BaseException as error:  # noqa: BLE001  (user code may raise anything, and ends only its own call)
                 call.error = error
             with self._changed:
-                call.done = True
-                if call.late:
-                    return  # another thread has its place
+                call.over = True
                 self._changed.notify_all()
+            if call.late:
+                return  # another thread has its place
 
     def _next(self) -> Call | None:
         with self._changed:
@@ -119,28 +115,21 @@ class Workers:
                 return None
             call = self._waiting.popleft()
             call.started = time.monotonic()
-            self._changed.notify_all()  # its time begins to count
             return call
 
-    def _ended(self) -> list[Call]:
+    def _over(self) -> list[Call]:
+        """Calls that are over, or waited for no longer."""
         now = time.monotonic()
         for call in self._calls:
             if not call.over and call.started is not None and now - call.started >= self.timeout:
-                call.late = True
+                call.over = call.late = True
                 self._threads -= 1
                 self._begin()
         return [call for call in self._calls if call.over]
 
     def _handed_out(self) -> list[Call]:
-        over = [call for call in self._calls if call.over]
-        self._calls = [call for call in self._calls if not call.over]
+        over, self._calls = self._over(), [call for call in self._calls if not call.over]
         return over
-
-    def _until(self, end: float | None) -> float:
-        """Seconds until the next call is late, or until `end`."""
-        ends = [call.started + self.timeout for call in self._calls if call.started is not None and not call.over]
-        ends += [] if end is None else [end]
-        return max(min(ends, default=time.monotonic() + self.timeout) - time.monotonic(), 0.0) + 1e-3
 
 
 def _described(error: BaseException) -> str:
