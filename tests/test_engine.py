@@ -18,6 +18,7 @@ from mlxrl.policy.modes import decoding
 from mlxrl.rollout.batching_mode import mode_of
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
+from mlxrl.rollout.kv_cache import SlotCache
 from mlxrl.rollout.sequence import Request, Sequence
 from mlxrl.settings import Sampling
 from models import dense, hybrid, moe, tokenizer
@@ -145,8 +146,13 @@ def test_nothing_is_decoded_after_the_last_stop_but_the_step_that_was_ahead():
         assert rows * 0.75 < sum(len(one.tokens) > step for one in out), "a quarter is free"
 
 
-def test_free_slots_are_taken_while_others_are_under_way():
-    """64 sequences of 2 to 17 tokens in 8 slots: as many steps as 8 full slots would take, and little more."""
+def test_free_slots_are_taken_while_others_are_under_way(monkeypatch):
+    """64 sequences of 2 to 17 tokens in 8 slots: as many steps as 8 full slots would take, and little more.
+
+    Their caches are copied where slots are dropped, to 6, 4, 3, 2 and 1, and never else.
+    """
+    copies, read = [], SlotCache.read
+    monkeypatch.setattr(SlotCache, "read", lambda self, slots, *rest: copies.append(slots) or read(self, slots, *rest))
     p, shapes = counted(policy(dense(), tokenizer(), lora=LoRA()))
     limits = [2 + (5 * i) % 16 for i in range(64)]
     out = decode(p, requests(RAGGED[:2], 32, limits, Sampling(max_tokens=32)), max_rows=8, **BARE)
@@ -155,6 +161,7 @@ def test_free_slots_are_taken_while_others_are_under_way():
     steps = (sum(limits) - 64) / 8
     assert steps <= len(decoded(shapes)) <= 1.25 * steps + 16
     assert set(decoded(shapes)) <= {8, 6, 4, 3, 2, 1}
+    assert len(copies) <= 5
 
 
 def test_the_last_token_is_not_run_through_the_model():

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from mlxrl.rollout.workers import Workers
@@ -35,11 +36,26 @@ def test_those_that_are_over_are_not_kept_by_one_that_is_not():
 def test_enough_are_handed_out_together():
     workers, gate = Workers(30.0), threading.Event()
     first, second = workers.submit(lambda: 1), workers.submit(gate.wait)
-    workers.drain(0.05)
+    until_over(first)
     assert workers.finished(enough=2) == []
     gate.set()
-    workers.drain(30.0)
+    until_over(second)
     assert workers.finished(enough=2) == [first, second]
+
+
+def until_over(call):
+    while not call.over:
+        time.sleep(0.001)
+
+
+def test_threads_end_with_their_workers():
+    with Workers(30.0, name="ours", most=3) as workers:
+        for number in range(9):
+            workers.submit(lambda number=number: number)
+        assert [call.value for call in workers.wait(grace=None)] == list(range(9))
+        assert 0 < sum(thread.name == "ours" for thread in threading.enumerate()) <= 3
+    while any(thread.name == "ours" for thread in threading.enumerate()):
+        time.sleep(0.001)
 
 
 def test_a_call_that_hangs_is_late_and_keeps_no_other():

@@ -176,9 +176,10 @@ class Slots:
             over = mx.array([one is None or one.stop is not None for one in self.sequences])
             self.state = self.state._replace(done=self.state.done | over)
 
-    def grow(self, more: int) -> None:
-        """Add free slots."""
-        self._select([*range(len(self)), *[0] * more], len(self), None)
+    def grow(self, missing: int, most: int) -> None:
+        """Add free slots, as many as there are at least, so that few sizes are compiled, but no more than `most`."""
+        if (more := min(max(missing, len(self)), most - len(self))) > 0:
+            self._select([*range(len(self)), *[0] * more], len(self), None)
 
     def drop(self) -> None:
         """Drop free slots, once they are a quarter; sizes follow one ladder, so that shapes come back."""

@@ -223,10 +223,8 @@ class Batch:
             return
         if not self.slots.occupied:
             self._open_for_queue()
-        elif (
-            missing := len(self.queue) - len(self.slots.free)
-        ) > 0:  # at least as many, so that few sizes are compiled
-            self.slots.grow(min(max(missing, len(self.slots)), self.engine.max_rows - len(self.slots)))
+        elif len(self.queue) > len(self.slots.free):
+            self.slots.grow(len(self.queue) - len(self.slots.free), self.engine.max_rows)
         free = self.slots.free
         if not self.slots.live or len(free) >= JOIN * len(self.slots):
             joining = [self.queue.popleft() for _ in free[: len(self.queue)]]

@@ -77,9 +77,7 @@ class Episodes:
             Episode(number, task, EnvironmentHandle(environment, task) if environment else None)
             for number, task in enumerate(task for task in tasks for _ in range(group_size))
         ]
-        self.closing = Workers(limits.timeout, CLOSING)
-        hangs = any(thread.name == CLOSING for thread in threading.enumerate())  # that of an earlier rollout
-        self.patience = min(limits.timeout, HURRIED if hangs else PATIENCE)
+        self.closing, self.patience = Workers(limits.timeout, CLOSING), 0.0
         self._firsts: dict[str, Chat] = {}
 
     def begin(self, engine: Engine, workers: Workers) -> None:
@@ -143,7 +141,9 @@ class Episodes:
         for episode in self.episodes:
             if episode.stop is None:
                 self._close(episode)
-        self.closing.drain(self.patience)
+        hangs = any(one.name == CLOSING and one not in self.closing.threads for one in threading.enumerate())
+        self.patience = min(self.limits.timeout, HURRIED if hangs else PATIENCE)
+        self.closing.close(self.patience)
 
     def _first(self, episode: Episode, observation: Observation, key: str) -> None:
         """Submit the first turn. Episodes of a task begin alike, so what they read is rendered once."""

@@ -67,18 +67,20 @@ def sample(
     base = key_of(0, key) if isinstance(key, int) else key
     keys = sequence_keys(base, len(tasks), group_size)
     episodes = Episodes(policy.tokenizer, tasks, group_size, sampling, environment, limits, keys)
-    workers = Workers(limits.timeout)
     try:
         with (
             episodes,
+            Workers(limits.timeout) as workers,
             decoding(policy) as merged,
             Engine(merged, max_rows=max_rows, processors=processors) as engine,
         ):
             episodes.begin(engine, workers)
             while engine.busy or workers.busy:
-                for sequence in engine.step():
+                ended = engine.step()
+                answers = _answers(engine, workers)  # before new actions go out, which have the time of a step
+                for sequence in ended:
                     episodes.acted(sequence)
-                for answer in _answers(engine, workers):
+                for answer in answers if engine.busy else workers.wait():
                     episodes.observed(answer)
     except KeyboardInterrupt:
         raise Interrupted(episodes.groups()) from None
@@ -87,12 +89,7 @@ def sample(
 
 
 def _answers(engine: Engine, workers: Workers) -> list[Call]:
-    """The answers of environments to continue with: those there are, once they are enough for a batch of their own.
-
-    Where nothing is drawn they are waited for.
-    """
-    if not engine.busy:
-        return workers.wait()
+    """The answers of environments to continue with while others are drawn: once they are enough for a batch."""
     return workers.finished(max(1, MIN_BATCH_FRACTION * engine.occupied)) if engine.drawing else []
 
 

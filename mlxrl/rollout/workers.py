@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Self
 
 from mlxrl.errors import one_line
 
@@ -43,9 +43,10 @@ class Workers:
 
     def __init__(self, timeout: float, name: str = "mlxrl environment", most: int = MOST) -> None:
         self.timeout, self.name, self.most = timeout, name, most
+        self.threads: list[threading.Thread] = []
         self._calls: list[Call] = []  # not handed out yet
-        self._waiting: deque[Call] = deque()
-        self._threads = 0  # those that hang left out
+        self._waiting: SimpleQueue[Call | None] = SimpleQueue()
+        self._free = 0  # threads that take further calls: those that hang left out
         self._changed = threading.Condition()
 
     @property
@@ -58,8 +59,9 @@ class Workers:
         call = Call(function, owner)
         with self._changed:
             self._calls.append(call)
-            self._waiting.append(call)
-            self._begin()
+            self._waiting.put(call)
+            if self._free < min(self.most, len(self._calls)):
+                self._begin()
         return call
 
     def finished(self, enough: float = 1) -> list[Call]:
@@ -77,27 +79,39 @@ class Workers:
                 self._changed.wait(TICK)
             return self._handed_out()
 
-    def drain(self, patience: float) -> None:
-        """Wait until all calls are over, but no longer than so many seconds."""
+    def close(self, patience: float = 0.0) -> None:
+        """Wait until all calls are over, but no longer than so many seconds, and let the threads end."""
         since = time.monotonic()
         with self._changed:
             while len(self._over()) < len(self._calls) and time.monotonic() - since < patience:
                 self._changed.wait(TICK)
+            for _ in range(self._free):
+                self._waiting.put(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _begin(self) -> None:
-        """One thread more, if a call needs it. Where the system has none, and none is left here, the calls fail."""
-        if self._threads >= self.most or not self._waiting:
-            return
+        """One thread more. Where the system has none, and none is left here, the calls that wait for one fail."""
+        thread = threading.Thread(target=self._work, daemon=True, name=self.name)
         try:
-            threading.Thread(target=self._work, daemon=True, name=self.name).start()
-            self._threads += 1
+            thread.start()
         except RuntimeError as error:
-            while self._waiting and not self._threads:
-                call = self._waiting.popleft()
+            for call in [] if self._free else [call for call in self._calls if call.started is None]:
                 call.error, call.over = error, True
+        else:
+            self.threads.append(thread)
+            self._free += 1
 
     def _work(self) -> None:
-        while (call := self._next()) is not None:
+        while (call := self._waiting.get()) is not None:
+            with self._changed:
+                if call.over:
+                    continue
+                call.started = time.monotonic()
             try:
                 call.value = call.function()
             except BaseException as error:  # noqa: BLE001  (user code may raise anything, and ends only its own call)
@@ -108,22 +122,13 @@ class Workers:
             if call.late:
                 return  # another thread has its place
 
-    def _next(self) -> Call | None:
-        with self._changed:
-            if not self._waiting:
-                self._threads -= 1
-                return None
-            call = self._waiting.popleft()
-            call.started = time.monotonic()
-            return call
-
     def _over(self) -> list[Call]:
         """Calls that are over, or waited for no longer."""
         now = time.monotonic()
         for call in self._calls:
             if not call.over and call.started is not None and now - call.started >= self.timeout:
                 call.over = call.late = True
-                self._threads -= 1
+                self._free -= 1
                 self._begin()
         return [call for call in self._calls if call.over]
 
