@@ -105,6 +105,15 @@ def test_importing_the_library_loads_no_model_library():
     assert python("-c", code).stdout.strip() == "[]"
 
 
+def test_no_name_hides_a_package():
+    """A module is imported under another name, whatever functions the library has."""
+    code = (
+        "import mlxrl.train.loop as loop, mlxrl.rollout.engine as engine, mlxrl\n"
+        "print(loop.run is mlxrl.run, mlxrl.rollout.engine is engine, mlxrl.train.loop is loop)"
+    )
+    assert python("-c", code).stdout.strip() == "True True True"
+
+
 def test_public_names_exist_and_are_few():
     import mlxrl
 

@@ -77,10 +77,12 @@ def sample(
             episodes.begin(engine, workers)
             while engine.busy or workers.busy:
                 ended = engine.step()
-                answers = _answers(engine, workers)  # before new actions go out, which have the time of a step
+                answers = _answers(engine, workers)  # of earlier actions: those of this step get the time of the next
                 for sequence in ended:
                     episodes.acted(sequence)
-                for answer in answers if engine.busy else workers.wait():
+                if not engine.busy:
+                    answers = workers.wait()
+                for answer in answers:
                     episodes.observed(answer)
     except KeyboardInterrupt:
         raise Interrupted(episodes.groups()) from None
