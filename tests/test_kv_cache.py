@@ -9,6 +9,7 @@ from helpers import RAGGED
 from mlxrl.policy.load import policy
 from mlxrl.policy.room import capacity_for
 from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache
+from mlxrl.rollout.kv_layers import layers_of
 from mlxrl.rollout.prefill import prefill
 from models import dense, hybrid, moe, tokenizer
 
@@ -16,7 +17,7 @@ from models import dense, hybrid, moe, tokenizer
 def held(p, prompt):
     """The arrays of a prompt that was run alone."""
     (one,) = prefill(p, [prompt], 2048)
-    return one.arrays(one.layers)
+    return one.arrays(layers_of(one.caches))
 
 
 def assert_holds(cache, row, prompt, p):

@@ -25,8 +25,8 @@ class EpisodeError(UserError):
 class EnvironmentHandle:
     """The environment of one episode; its methods run in threads, one at a time.
 
-    stop, special_tokens, tools: see `types.Environment`. has_close: whether there is something to close.
-    prompt_key: what is read first, as text that is the same for episodes that begin alike.
+    stop, special_tokens, tools, close: see `types.Environment`. prompt_key: what is read first, as text that is the
+    same for episodes that begin alike.
     """
 
     factory: Factory
@@ -35,7 +35,7 @@ class EnvironmentHandle:
     stop: tuple[str, ...] = ()
     special_tokens: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
-    has_close: bool = False
+    close: Callable[[], Any] | None = None
     prompt_key: str = ""
 
     def reset(self) -> Observation:
@@ -43,7 +43,8 @@ class EnvironmentHandle:
         self.inner = self.factory()
         if not all(callable(getattr(self.inner, name, None)) for name in ("reset", "step")):
             raise TypeError(f"the factory gave {brief(self.inner)}; wanted an object with reset and step")
-        self.has_close = callable(getattr(self.inner, "close", None))
+        close = getattr(self.inner, "close", None)
+        self.close = close if callable(close) else None
         own = replace(self.task, prompt=deepcopy(self.task.prompt), columns=deepcopy(dict(self.task.columns)))
         observation = _observation(self.inner.reset(own), "reset")
         tools: tuple[Any, ...] = tuple(getattr(self.inner, "tools", None) or ())
@@ -71,10 +72,6 @@ class EnvironmentHandle:
         _refuse_state(feedback.state)
         self._read()
         return replace(feedback, reward=float(reward), **flags)
-
-    def close(self) -> None:
-        """The episode is over."""
-        self.inner.close()
 
     def _read(self) -> None:
         """What the environment wants of the next action."""

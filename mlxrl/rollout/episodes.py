@@ -219,5 +219,5 @@ class Episodes:
         self._close(episode)
 
     def _close(self, episode: Episode) -> None:
-        if episode.environment is not None and episode.environment.has_close:
+        if episode.environment is not None and episode.environment.close is not None:
             episode.closing = self.closing.submit(episode.environment.close)

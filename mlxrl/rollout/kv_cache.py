@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from mlxrl.policy.room import capacity_for
-from mlxrl.rollout.kv_layers import Layers, caches_of, flat, padded
+from mlxrl.rollout.kv_layers import Layers, caches_of, flat, layers_of, padded
 from mlxrl.rollout.sequence import PrefilledPrompt
 
 
@@ -34,7 +34,7 @@ class SlotCache:
 
     def place(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
         """Give rows the caches of one prompt, over all that was in their slots."""
-        self.layers = self.layers or prompt.layers
+        self.layers = self.layers or layers_of(prompt.caches)
         placed = [
             padded(array, 0, self.capacity - array.shape[2]) if grows else array
             for array, grows in zip(prompt.arrays(self.layers), self.grows, strict=True)

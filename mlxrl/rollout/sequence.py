@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import mlx.core as mx
 
 from mlxrl.errors import UserError
-from mlxrl.rollout.kv_layers import Layers, flat, layers_of
+from mlxrl.rollout.kv_layers import Layers, flat
 from mlxrl.rollout.stop_rules import StepRules
 from mlxrl.settings import Sampling
 from mlxrl.types import TokenDetails
@@ -143,11 +143,6 @@ class PrefilledPrompt:
     row: int
     length: int
     logits: mx.array
-
-    @property
-    def layers(self) -> Layers:
-        """What each layer keeps."""
-        return layers_of(self.caches)
 
     def arrays(self, layers: Layers) -> list[mx.array]:
         """Its arrays in a row, [1, ...] each."""
