@@ -1,10 +1,10 @@
-"""Episodes in one batched loop against episodes one at a time, interleaved in one run.
+"""Episodes in one batch against episodes one at a time, interleaved in one run.
 
     python benchmarks/episodes.py --repeats 5
     LD_PRELOAD=libopenblas.so.0 python benchmarks/episodes.py --model SmolLM2-135M-Instruct.gguf --name episodes-smollm2
 
 8 tasks x 4 trajectories x 4 turns of up to 32 tokens, by a tiny dense model or the one that is given. `together` is
-`rollout` with an environment. `alone` is a loop over trajectories on the same model: a cache for each, kept from turn
+`sample` with an environment. `alone` is a loop over trajectories on the same model: a cache for each, kept from turn
 to turn, with mlx-lm's sampler and the log-prob of every token. Both read the same prompts and observations, and no
 token but the limit of a turn ends it, so both make the same number of tokens.
 
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
 
-from mlxrl.policy.policy import Policy, as_policy, load  # noqa: E402
-from mlxrl.rollout.engine import Subject  # noqa: E402
-from mlxrl.rollout.episodes import rollout  # noqa: E402
-from mlxrl.rollout.turns import go_on, open_chat  # noqa: E402
-from mlxrl.settings import Sampling  # noqa: E402
+from mlxrl.policy.policy import Policy, load, policy  # noqa: E402
+from mlxrl.rollout.chat import continue_chat, start_chat  # noqa: E402
+from mlxrl.rollout.sample import sample  # noqa: E402
+from mlxrl.settings import EpisodeLimits, Sampling  # noqa: E402
 from mlxrl.types import Feedback, Task  # noqa: E402
 from models import dense, tokenizer  # noqa: E402
 
-TASKS, ATTEMPTS, TURNS = 8, 4, 4
+TASKS, GROUP_SIZE, TURNS = 8, 4, 4
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -65,7 +65,7 @@ def subject(name: str | None) -> Policy:
     else:
         words = tokenizer(("<end>",))
         words._tokenizer.chat_template = TEMPLATE
-        made = as_policy(dense(), words, lora=None)
+        made = policy(dense(), words, lora=None)
     made.tokenizer._eos_token_ids = set()
     return made
 
@@ -76,26 +76,27 @@ def questions() -> list[Task]:
 
 
 def together(made: Policy, tokens: int) -> int:
-    """All episodes in one loop."""
-    groups = rollout(
-        made, questions(), group_size=ATTEMPTS, sampling=Sampling(max_tokens=tokens), environment=Tower, max_turns=TURNS
-    )
+    """All episodes in one batch."""
+    groups = sample(
+        made, questions(), group_size=GROUP_SIZE, sampling=Sampling(max_tokens=tokens), environment=Tower,
+        limits=EpisodeLimits(max_turns=TURNS),
+    )  # fmt: skip
     return sum(one.length for group in groups for one in group)
 
 
 def alone(made: Policy, tokens: int) -> int:
     """One episode after the other."""
     sampler: Callable[[mx.array], mx.array] = make_sampler(1.0)
-    return sum(episode(made, task, tokens, sampler) for task in questions() for _ in range(ATTEMPTS))
+    return sum(episode(made, task, tokens, sampler) for task in questions() for _ in range(GROUP_SIZE))
 
 
 def episode(made: Policy, task: Task, tokens: int, sampler: Callable[[mx.array], mx.array]) -> int:
     """One episode over a cache of its own; the next step is enqueued before the last one is read back."""
     world, caches, count = Tower(), make_prompt_cache(made.model), 0
-    opening = open_chat(made.tokenizer, world.reset(task))
+    chat = start_chat(made.tokenizer, world.reset(task))
     left: list[int] = []
     for turn in range(TURNS):
-        fed = mx.array([[*left, *opening.ids]])
+        fed = mx.array([[*left, *chat.ids]])
         action: list[int] = []
         drawn = draw(made, fed, caches, sampler)
         for place in range(tokens):
@@ -106,8 +107,8 @@ def episode(made: Policy, task: Task, tokens: int, sampler: Callable[[mx.array],
         count, left = count + len(action), action[-1:]
         feedback = world.step(made.tokenizer.decode(action))
         if turn + 1 < TURNS:
-            opening = go_on(made.tokenizer, opening.chat, action, (), feedback.observation)
-            assert not opening.fresh, "the template rewrites the history"
+            chat = continue_chat(made.tokenizer, chat, action, (), feedback.observation)
+            assert not chat.history_rewritten, "the template rewrites the history"
     return count
 
 
@@ -124,32 +125,27 @@ def draw(
 
 
 def forwards(made: Policy, tokens: int) -> dict[str, int]:
-    """Forwards of a run of `together`."""
-    counts = {"prefill": 0, "extend": 0, "step": 0}
-    originals = {name: getattr(Subject, name) for name in counts}
+    """Forwards of a run of `together`, whose steps are not compiled for it."""
+    shapes: list[tuple[int, ...]] = []
 
-    def counted(name: str) -> Callable[..., Any]:
-        def call(self: Subject, *arguments: Any) -> Any:
-            counts[name] += 1
-            return originals[name](self, *arguments)
+    def trunk(ids: mx.array, cache: Any = None) -> mx.array:
+        shapes.append(tuple(ids.shape))
+        return made.head.trunk(ids, cache)
 
-        return call
-
-    for name in counts:
-        setattr(Subject, name, counted(name))
+    mx.disable_compile()
     try:
-        together(made, tokens)
+        together(replace(made, head=replace(made.head, trunk=trunk)), tokens)
     finally:
-        for name, method in originals.items():
-            setattr(Subject, name, method)
-    return counts
+        mx.enable_compile()
+    steps = sum(width == 1 for _, width in shapes)
+    return {"prefills": len(shapes) - steps, "steps": steps}
 
 
 def measure(made: Policy, tokens: int, repeats: int) -> dict[str, Any]:
     """Both in turn, `repeats` times over, after a short run of each that does not count."""
     engines: dict[str, Callable[[Policy, int], int]] = {"together": together, "alone": alone}
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    wanted = TASKS * ATTEMPTS * TURNS * tokens
+    wanted = TASKS * GROUP_SIZE * TURNS * tokens
     for run in engines.values():
         run(made, 2)
     for _ in range(repeats):
@@ -186,7 +182,7 @@ def main() -> None:
     result = {
         "machine": machine(),
         "model": name,
-        "rows": f"{TASKS} tasks x {ATTEMPTS} trajectories x {TURNS} turns",
+        "rows": f"{TASKS} tasks x {GROUP_SIZE} trajectories x {TURNS} turns",
         **measure(made, options.tokens, options.repeats),
     }
     path = ROOT / "benchmarks" / "results" / f"{options.name}.json"

@@ -31,7 +31,7 @@ TAUGHT = ("algorithm.name=opd", "teacher.id=arithmetic", "teacher.adapter={teach
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "dr_grpo": (),
-    "dapo": ("rollout.max_draws=4", "reward.overlong_buffer=8"),
+    "dapo": ("rollout.resampling_rounds=3", "reward.overlong_buffer=8"),
     "gspo": SEVERAL,
     "gspo_token": (),
     "rloo": (),

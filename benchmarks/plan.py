@@ -38,8 +38,8 @@ from mlxrl.policy.policy import as_policy  # noqa: E402
 from mlxrl.policy.shapes import model_of  # noqa: E402
 from mlxrl.rollout.episodes import rollout  # noqa: E402
 from mlxrl.settings import LoRA, Sampling  # noqa: E402
-from mlxrl.train.pack import pack  # noqa: E402
-from mlxrl.train.step import update  # noqa: E402
+from mlxrl.train.batch import pack  # noqa: E402
+from mlxrl.train.update import update  # noqa: E402
 from mlxrl.types import Group, Task, Trajectory, Turn  # noqa: E402
 from models import ready, tokenizer  # noqa: E402
 

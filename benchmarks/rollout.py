@@ -2,8 +2,8 @@
 
     LD_PRELOAD=libopenblas.so.0 python benchmarks/rollout.py --model SmolLM2-135M-Instruct.gguf --repeats 3
 
-Cases: (a) the model in float32, 4 prompts x 8 attempts, temperature 1, 64 new tokens; (b) a tiny dense model, which
-shows what the host costs, 32 rows; (c) the model and the prompts of (a), 16 attempts each in 32 places, every row
+Cases: (a) the model in float32, 4 prompts x 8 completions, temperature 1, 64 new tokens; (b) a tiny dense model, which
+shows what the host costs, 32 rows; (c) the model and the prompts of (a), 16 completions each in 32 slots, every one
 stopped after 8 to 64 tokens; (d) a tiny hybrid model, 16 rows, and its prefill of 256 tokens. Engines: `mlxrl`;
 `batch_generate`, given every row's prompt; `BatchGenerator`, given caches of prompts that were prefilled once, all
 rows at a time. No engine stops at a token, so all make the same number of tokens, with log-probs read back.
@@ -40,24 +40,23 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.models.gated_delta import gated_delta_ops  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
 
+from mlxrl.policy.lora import LoRA  # noqa: E402
 from mlxrl.policy.gated_delta import gated_delta  # noqa: E402
-from mlxrl.policy.policy import Policy, as_policy, load  # noqa: E402
-from mlxrl.rollout.decode import Loop, decode  # noqa: E402
-from mlxrl.rollout.engine import Subject  # noqa: E402
-from mlxrl.rollout.episodes import row_keys  # noqa: E402
-from mlxrl.rollout.fused import fused  # noqa: E402
+from mlxrl.policy.policy import Policy, load, policy  # noqa: E402
+from mlxrl.policy.modes import decoding  # noqa: E402
+from mlxrl.rollout.compiled_step import DecodeSession, Slots  # noqa: E402
+from mlxrl.rollout.draw import Drawn, key_of, sequence_keys  # noqa: E402
+from mlxrl.rollout.engine import Engine  # noqa: E402
 from mlxrl.rollout.prefill import prefill  # noqa: E402
-from mlxrl.rollout.row import Request  # noqa: E402
-from mlxrl.rollout.rules import Rules, draw  # noqa: E402
-from mlxrl.rollout.sampling import key_of  # noqa: E402
-from mlxrl.settings import LoRA  # noqa: E402
-from mlxrl.types import Sampling  # noqa: E402
+from mlxrl.rollout.sequence import Request  # noqa: E402
+from mlxrl.rollout.stop_rules import advance  # noqa: E402
+from mlxrl.settings import Sampling  # noqa: E402
 from models import dense, hybrid, tokenizer  # noqa: E402
 
 QUESTIONS = (
     "What is 3 + 4?", "Name three colours of the rainbow.", "Write one line about the sea and the wind.", "Why?",
 )  # fmt: skip
-PLACES = 32
+SLOTS = 32
 
 
 class Endless:
@@ -72,12 +71,12 @@ class Endless:
 class Work:
     """Rows to decode: a model, a prompt for every row, and the tokens it makes."""
 
-    def __init__(self, subject: Policy, prompts: list[tuple[int, ...]], attempts: int, limits: list[int]) -> None:
+    def __init__(self, subject: Policy, prompts: list[tuple[int, ...]], copies: int, limits: list[int]) -> None:
         self.subject, self.limits = subject, limits
-        self.prompts = [prompt for prompt in prompts for _ in range(attempts)]
-        keys = row_keys(key_of(0, 0), len(prompts), attempts)
+        self.prompts = [prompt for prompt in prompts for _ in range(copies)]
+        keys, sampling = sequence_keys(key_of(0, 0), len(prompts), copies), Sampling(max_tokens=max(limits))
         rows = zip(self.prompts, keys, limits, strict=True)
-        self.requests = [Request(prompt, key, limit) for prompt, key, limit in rows]
+        self.requests = [Request(prompt, key, sampling, limit, stop_ids=()) for prompt, key, limit in rows]
 
     @property
     def tokens(self) -> int:
@@ -92,16 +91,22 @@ class Work:
         return few
 
     def mlxrl(self) -> int:
-        """This library's loop."""
-        rules = Rules(Sampling(max_tokens=max(self.limits)))
-        return sum(len(row.ids) for row in decode(self.subject.model, self.subject.head, self.requests, rules))
+        """This library's engine."""
+        return self.decoded(self.subject)
+
+    def decoded(self, subject: Policy, **options: Any) -> int:
+        """Tokens that the engine has made, with options of it."""
+        with decoding(subject) as merged, Engine(merged, **options) as engine:
+            for request in self.requests:
+                engine.submit(request)
+            return sum(len(sequence.tokens) for sequence in engine.run())
 
     def batch_generate(self) -> int:
         """mlx-lm's function, given every row's prompt."""
         made = batch_generate(
             self.subject.model, Endless(self.subject.tokenizer), [list(prompt) for prompt in self.prompts],
             max_tokens=self.limits, sampler=make_sampler(1.0), return_token_ids=True, return_logprobs=True,
-            completion_batch_size=PLACES,
+            completion_batch_size=SLOTS,
         )  # fmt: skip
         assert made.token_ids is not None
         return sum(map(len, made.token_ids))
@@ -109,7 +114,7 @@ class Work:
     def prefilled(self) -> int:
         """mlx-lm's BatchGenerator at its best: a prompt prefilled once, its caches copied, all rows at a time."""
         generator = BatchGenerator(
-            self.subject.model, sampler=make_sampler(1.0), completion_batch_size=PLACES, prefill_batch_size=PLACES
+            self.subject.model, sampler=make_sampler(1.0), completion_batch_size=SLOTS, prefill_batch_size=SLOTS
         )
         filled: dict[tuple[int, ...], Any] = {}
         for prompt in dict.fromkeys(self.prompts):
@@ -161,14 +166,13 @@ def interleaved(work: Work, engines: tuple[str, ...], repeats: int) -> dict[str,
 
 
 def forwards(work: Work) -> dict[str, Any]:
-    """Forwards of this library's loop and of `batch_generate`, by their shapes [rows, tokens]."""
+    """Forwards of this library's engine and of `batch_generate`, by their shapes [rows, tokens]."""
     counts: dict[str, Any] = {}
     for engine in ("mlxrl", "batch_generate"):
         shapes: list[list[int]] = []
         with counted(work.subject.model, shapes):
             if engine == "mlxrl":
-                rules = Rules(Sampling(max_tokens=max(work.limits)))
-                decode(work.subject.model, work.subject.head, work.requests, rules, compiled=False)
+                work.decoded(work.subject, compiled=False)
             else:
                 work.batch_generate()
         steps = [rows for rows, tokens in shapes if tokens == 1]
@@ -204,26 +208,30 @@ VIEWS = ("Broadcast", "Unflatten", "Flatten", "ExpandDims", "Squeeze", "Transpos
 
 
 def step_costs(work: Work, steps: int = 10) -> dict[str, Any]:
-    """What a step of all rows costs: kernels in its graph, milliseconds of the host's thread, and of its parts."""
-    model, head = work.subject.model, work.subject.head
+    """What a step of all sequences costs: kernels in its graph, milliseconds of the host's thread, and of its parts."""
     costs: dict[str, Any] = {"rows": len(work.requests), "mlx_lm": {"kernels": _kernels(_mlx_lm_step(work))}}
     for name in ("compiled", "eager"):
-        loop = Loop(model, head, work.requests, Rules(Sampling(max_tokens=64)), compiled=name == "compiled")
-        with fused(model) as products:
-            loop.subject = Subject(model, head, products, name == "compiled")
-            loop.fill()
-            host = [_advance(loop) for _ in range(steps)]
-            state, out = loop.subject.step(loop.batch.caches, loop.batch.state, loop.rules)
-            kernels = _kernels([*out.values(), *state.values(), *loop.batch.caches.arrays])
+        with decoding(work.subject) as merged, Engine(merged) as engine:
+            sequences = [engine.submit(request) for request in work.requests]
+            slots = Slots(DecodeSession(merged, compiled=name == "compiled"), sequences[0].rules, len(sequences),
+                          slotted=True)  # fmt: skip
+            slots.fit(max(map(len, work.prompts)) + 2)
+            made = {prompt: prefill(merged, [prompt], 2048)[0] for prompt in set(work.prompts)}
+            for slot, prompt in enumerate(work.prompts):
+                slots.caches.place([slot], made[prompt])
+            slots.begin(range(len(sequences)), sequences, mx.concatenate([made[p].logits for p in work.prompts]))
+            host = [_advance(slots) for _ in range(steps)]
+            drawn, state = slots.session.step(slots.caches, slots.state, slots.rules)[::-1]
+            kernels = _kernels([*_arrays(drawn), *_arrays(state), *slots.caches.arrays])
             costs[name] = {"kernels": kernels, "host_milliseconds": round(1e3 * min(host), 2)}
-            costs["parts"] = _parts(loop)
+            costs["parts"] = _parts(slots)
     return costs
 
 
 def _mlx_lm_step(work: Work) -> list[mx.array]:
     """What BatchGenerator computes in a step: the forward, every row's log-probs of the vocabulary, the draw."""
     model = work.subject.model
-    filled = {prompt: prefill(model, work.subject.head, [prompt], 2048)[0].caches for prompt in set(work.prompts)}
+    filled = {prompt: prefill(work.subject, [prompt], 2048)[0].caches for prompt in set(work.prompts)}
     layers = zip(*(filled[prompt] for prompt in work.prompts), strict=True)
     merged = [type(layer[0]).merge(list(layer)) for layer in layers]
     mx.eval([cache.state for cache in merged])
@@ -242,30 +250,29 @@ def _arrays(state: Any) -> list[mx.array]:
     return [array for part in state for array in _arrays(part)] if isinstance(state, list | tuple) else []
 
 
-def _advance(loop: Loop) -> float:
-    """One turn of the loop; seconds of this thread for enqueueing the step."""
+def _advance(slots: Slots) -> float:
+    """A step; seconds of this thread for enqueueing it."""
     since = time.thread_time()
-    launched = loop.launch()
+    drawn = slots.step()
     spent = time.thread_time() - since
-    for rows, out in loop.unread:
-        loop.read(rows, out)
-    loop.unread = launched
+    assert isinstance(drawn, Drawn)
+    mx.eval(drawn)
     return spent
 
 
-def _parts(loop: Loop) -> dict[str, float]:
+def _parts(slots: Slots) -> dict[str, float]:
     """Milliseconds of the trunk, the head and the draw, each waited for; the best of five."""
-    head, best = loop.subject.head, {"trunk": math.inf, "head": math.inf, "draw": math.inf}
+    head, best = slots.session.policy.head, {"trunk": math.inf, "head": math.inf, "draw": math.inf}
     for _ in range(5):
         clock = time.perf_counter()
-        given = loop.batch.caches.caches(loop.batch.state["lengths"])
-        hidden = head.trunk(loop.batch.state["tokens"][:, None], given)
+        given = slots.caches.caches(slots.state.lengths)
+        hidden = head.trunk(slots.state.tokens[:, None], given)
         mx.eval(hidden)
         trunk = time.perf_counter()
         logits = head.project(hidden[:, -1])
         mx.eval(logits)
         projected = time.perf_counter()
-        mx.eval(draw(logits, loop.batch.state, loop.rules))
+        mx.eval(advance(logits, slots.state, slots.rules))
         spent = {"trunk": trunk - clock, "head": projected - trunk, "draw": time.perf_counter() - projected}
         best = {part: min(best[part], seconds) for part, seconds in spent.items()}
     return {part: round(1e3 * seconds, 1) for part, seconds in best.items()}
@@ -298,9 +305,7 @@ def hybrid_prefill(subject: Policy, tokens: int, repeats: int) -> dict[str, Any]
 
     return {
         "tokens": tokens,
-        "model": compared(
-            lambda: mx.eval(prefill(subject.model, subject.head, [prompt], 2048)[0].logits), loop, 3 * repeats
-        ),
+        "model": compared(lambda: mx.eval(prefill(subject, [prompt], 2048)[0].logits), loop, 3 * repeats),
         "rule": compared(
             lambda: mx.eval(gated_delta(q, k, v, g, beta, state)),
             lambda: mx.eval(gated_delta_ops(q, k, v, g, beta, state)),
@@ -346,13 +351,13 @@ def cases(model: str | None, names: list[str], repeats: int, tokens: int) -> dic
             work = Work(subject, prompts, 16, spread(8, tokens, 64))
             made["c"] = interleaved(work, ("mlxrl", "prefilled"), repeats)
     short = [tuple(range(20, 20 + n)) for n in (12, 9, 15, 7)]
-    for name, maker, attempts in (("b", dense, 8), ("d", hybrid, 4)):
+    for name, maker, copies in (("b", dense, 8), ("d", hybrid, 4)):
         if name in names:
-            work = Work(as_policy(maker(), tokenizer(), lora=LoRA()), short, attempts, [64] * (4 * attempts))
+            work = Work(policy(maker(), tokenizer(), lora=LoRA()), short, copies, [64] * (4 * copies))
             made[name] = interleaved(work, ("mlxrl", "prefilled"), 3 * repeats)
             made[name] |= {"forwards": forwards(work), "step": step_costs(work)}
     if "d" in names:
-        subject = as_policy(hybrid(), tokenizer(), lora=LoRA())
+        subject = policy(hybrid(), tokenizer(), lora=LoRA())
         made["d"]["prefill"] = hybrid_prefill(subject, 256, repeats)
     return made
 

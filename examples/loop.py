@@ -15,7 +15,7 @@ def correct(completions, answer, **_):  # TRL's signature, unchanged
 algo = rl.grpo(clip=(0.2, 0.28))
 optimizer = optim.AdamW(learning_rate=1.5e-3, bias_correction=True)
 for step, todo in enumerate(rl.cycle(tasks, 8, seed=0)):
-    groups = rl.rollout(policy, todo, group_size=8, sampling=rl.Sampling(max_tokens=32), key=step)
+    groups = rl.sample(policy, todo, group_size=8, sampling=rl.Sampling(max_tokens=32), key=step)
     groups = rl.score(groups, correct)
     metrics = rl.update(policy, optimizer, rl.pack(groups, algo), algo, max_grad_norm=1.0)
     print(rl.Step(step, metrics, groups))

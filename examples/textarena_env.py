@@ -3,12 +3,9 @@
     from functools import partial
     from examples.textarena_env import TextArena, game_tasks
 
-    tasks = game_tasks("GuessTheNumber-v0", 8)
-    groups = rl.sample(
-        policy, tasks, group_size=8, environment=TextArena, limits=rl.EpisodeLimits(max_turns=12)
-    )
+    groups = rl.sample(policy, game_tasks("GuessTheNumber-v0", 8), group_size=8, environment=TextArena)
 
-or in TOML, with examples {"prompt": "GuessTheNumber-v0", "seed": 3}:
+or in TOML, with rows {"prompt": "GuessTheNumber-v0", "seed": 3}:
 
     [environment]
     factory = "textarena_env.py:TextArena"

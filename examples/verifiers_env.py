@@ -3,10 +3,10 @@
     from examples.verifiers_env import Verifiers
 
     world = Verifiers(load_environment())             # of your single-file environment
-    groups = rl.sample(policy, world.tasks(64), group_size=8, environment=world, limits=rl.EpisodeLimits(max_turns=10))
+    groups = rl.sample(policy, world.tasks(64), group_size=8, environment=world)
 
 A prompt, what the environment responds and when it stops are its own; the reward is its rubric's, at the end. Turns are
-bounded by `max_turns` of the rollout or of the environment. Its coroutines run on one event loop, in a thread.
+bounded by `EpisodeLimits(max_turns=...)` or by the environment. Its coroutines run on one event loop, in a thread.
 Environments with tools are not adapted, because they read calls that a server has parsed: see `mlxrl.tools`.
 """
 
@@ -21,7 +21,7 @@ from mlxrl.types import Feedback, Task
 
 
 class Nobody(Client):
-    """The model is sampled elsewhere: nothing is ever requested."""
+    """The model is sampled elsewhere: nothing is ever asked."""
 
     def __init__(self):
         pass
@@ -60,7 +60,7 @@ class Verifiers:
         threading.Thread(target=self.loop.run_forever, daemon=True, name="verifiers").start()
 
     def tasks(self, count=-1, evaluation=False):
-        """The examples of the environment's data set, as tasks."""
+        """The rows of the environment's data set, as tasks."""
         made = self.environment.get_eval_dataset(count) if evaluation else self.environment.get_dataset(count)
         return [Task(_prompt(row), {"row": dict(row)}) for row in made]
 

@@ -1,172 +1,77 @@
 """mlxrl: reinforcement-learning post-training of language models on MLX.
 
 The names below are the library; `examples/loop.py` is a training run written with them. The pieces that algorithms are
-made of are in `mlxrl.algo`. Each name is imported when it is first asked for, so that `mlxrl --help`
-loads no numpy and a machine without MLX's backend can be told so.
+made of are in `mlxrl.algo`. Each name is imported when it is first asked for, so that `mlxrl --help` loads no numpy and
+a machine without MLX's backend gets a line that says so.
 """
+# ruff: noqa: I001
+# fmt: off
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlxrl import algo, rewards
-    from mlxrl.algo.algorithm import Algorithm, Term
-    from mlxrl.algo.credit import Whiten
-    from mlxrl.algo.echo import Echo
-    from mlxrl.algo.recipes import (
-        cispo,
-        dapo,
-        dppo,
-        dr_grpo,
-        gigpo,
-        gmpo,
-        grpo,
-        gspo,
-        gspo_token,
-        luspo,
-        max_rl,
-        opd,
-        reinforce_pp,
-        reinforce_pp_baseline,
-        rloo,
-        sapo,
-    )
-    from mlxrl.algo.terms import (
-        KL,
-        Correction,
-        Entropy,
-        KLReward,
-        OffPolicyMask,
-        TeacherAdvantage,
-        TeacherKL,
-        TeacherSurrogate,
-        TeacherTopK,
-        TeacherVocabulary,
-        Veto,
+    from mlxrl.algo import (
+        KL, Algorithm, Correction, Echo, Entropy, KLReward, OffPolicyMask, TeacherAdvantage, TeacherKL,
+        TeacherSurrogate, TeacherTopK, TeacherVocabulary, Term, Veto, Whiten, cispo, dapo, dppo, dr_grpo, gigpo, gmpo,
+        grpo, gspo, gspo_token, luspo, max_rl, opd, reinforce_pp, reinforce_pp_baseline, rloo, sapo,
     )
     from mlxrl.data import cycle, tasks
     from mlxrl.policy.logprobs import logprobs
     from mlxrl.policy.lora import without_adapters
     from mlxrl.policy.policy import Policy, load
     from mlxrl.rewards import score
-    from mlxrl.rollout.episodes import rollout
-    from mlxrl.settings import LoRA, Sampling
+    from mlxrl.rollout.sample import sample
+    from mlxrl.runs.sinks import Sink
+    from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Reward, Rollout, Sampling, Train
+    from mlxrl.train.batch import make_batch
     from mlxrl.train.evaluate import compare, evaluate
-    from mlxrl.train.loop import Step, train
-    from mlxrl.train.pack import pack
-    from mlxrl.train.step import update
-    from mlxrl.types import Feedback, MicroBatch, Task, Trajectory, Turn
+    from mlxrl.train.loop import RunState, Step, run
+    from mlxrl.train.optimizer import make_optimizer
+    from mlxrl.train.teacher import Teacher
+    from mlxrl.train.update import update
+    from mlxrl.types import Environment, Feedback, MicroBatch, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Algorithm",
-    "Correction",
-    "Echo",
-    "Entropy",
-    "Feedback",
-    "KL",
-    "KLReward",
-    "LoRA",
-    "MicroBatch",
-    "OffPolicyMask",
-    "Policy",
-    "Sampling",
-    "Step",
-    "Task",
-    "TeacherAdvantage",
-    "TeacherKL",
-    "TeacherSurrogate",
-    "TeacherTopK",
-    "TeacherVocabulary",
-    "Term",
-    "Trajectory",
-    "Turn",
-    "Veto",
-    "Whiten",
-    "algo",
-    "cispo",
-    "compare",
-    "cycle",
-    "dapo",
-    "dppo",
-    "dr_grpo",
-    "evaluate",
-    "gigpo",
-    "gmpo",
-    "grpo",
-    "gspo",
-    "gspo_token",
-    "load",
-    "logprobs",
-    "luspo",
-    "max_rl",
-    "opd",
-    "pack",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "rewards",
-    "rloo",
-    "rollout",
-    "sapo",
-    "score",
-    "tasks",
-    "train",
-    "update",
-    "without_adapters",
+    "Algorithm", "Correction", "Echo", "Entropy", "Environment", "EpisodeLimits", "Feedback", "KL", "KLReward", "LoRA",
+    "MicroBatch", "OffPolicyMask", "Optimizer", "Policy", "Reward", "Rollout", "RunState", "Sampling", "Sink", "Step",
+    "Task", "Teacher", "TeacherAdvantage", "TeacherKL", "TeacherSurrogate", "TeacherTopK", "TeacherVocabulary", "Term",
+    "Train", "Trajectory", "Turn", "Veto", "Whiten", "algo", "cispo", "compare", "cycle", "dapo", "dppo", "dr_grpo",
+    "evaluate", "gigpo", "gmpo", "grpo", "gspo", "gspo_token", "load", "logprobs", "luspo", "make_batch",
+    "make_optimizer", "max_rl", "opd", "reinforce_pp", "reinforce_pp_baseline", "rewards", "rloo", "run", "sample",
+    "sapo", "score", "tasks", "update", "without_adapters",
 ]
 
 _HOMES = {
-    "mlxrl.algo.algorithm": ("Algorithm", "Term"),
-    "mlxrl.algo.credit": ("Whiten",),
-    "mlxrl.algo.echo": ("Echo",),
-    "mlxrl.algo.recipes": (
-        *("cispo", "dapo", "dppo", "dr_grpo", "gigpo", "gmpo", "grpo", "gspo", "gspo_token", "luspo", "max_rl"),
-        *("opd", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
-    ),
-    "mlxrl.algo.terms": (
-        *("KL", "Correction", "Entropy", "KLReward", "OffPolicyMask", "TeacherAdvantage"),
-        *("TeacherKL", "TeacherSurrogate", "TeacherTopK", "TeacherVocabulary", "Veto"),
-    ),
-    "mlxrl.data": ("cycle", "tasks"),
-    "mlxrl.policy.logprobs": ("logprobs",),
-    "mlxrl.policy.lora": ("without_adapters",),
-    "mlxrl.policy.policy": ("Policy", "load"),
-    "mlxrl.rewards": ("score",),
-    "mlxrl.rollout.episodes": ("rollout",),
-    "mlxrl.train.evaluate": ("compare", "evaluate"),
-    "mlxrl.train.loop": ("Step", "train"),
-    "mlxrl.train.pack": ("pack",),
-    "mlxrl.train.step": ("update",),
-    "mlxrl.settings": ("LoRA", "Sampling"),
-    "mlxrl.types": ("Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
+    "data": ("cycle", "tasks"),
+    "policy.logprobs": ("logprobs",),
+    "policy.lora": ("without_adapters",),
+    "policy.policy": ("Policy", "load"),
+    "rewards": ("score",),
+    "rollout.sample": ("sample",),
+    "runs.sinks": ("Sink",),
+    "settings": ("EpisodeLimits", "LoRA", "Optimizer", "Reward", "Rollout", "Sampling", "Train"),
+    "train.batch": ("make_batch",),
+    "train.evaluate": ("compare", "evaluate"),
+    "train.loop": ("RunState", "Step", "run"),
+    "train.optimizer": ("make_optimizer",),
+    "train.teacher": ("Teacher",),
+    "train.update": ("update",),
+    "types": ("Environment", "Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
-class _Public:
-    """A name of the library. `train` and `rollout` are functions here although modules have the same names."""
-
-    def __init__(self, home: str, name: str) -> None:
-        self.home, self.name = home, name
-
-    def __get__(self, library: Any, kind: Any = None) -> Any:
-        return getattr(import_module(self.home), self.name)
-
-    def __set__(self, library: Any, value: Any) -> None:
-        if not isinstance(value, ModuleType):  # the import system enters every submodule under its name
-            raise AttributeError(f"mlxrl.{self.name} cannot be replaced")
-
-
-class _Library(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name in ("algo", "rewards"):
-            return import_module(f"mlxrl.{name}")
+def __getattr__(name: str) -> Any:
+    if name in ("algo", "rewards"):
+        return import_module(f"mlxrl.{name}")
+    if name not in __all__:
         raise AttributeError(f"module 'mlxrl' has no attribute {name!r}")
+    return getattr(import_module(f"mlxrl.{_HOME_OF.get(name, 'algo')}"), name)
 
 
-for _home, _names in _HOMES.items():
-    for _name in _names:
-        setattr(_Library, _name, _Public(_home, _name))
-sys.modules[__name__].__class__ = _Library
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

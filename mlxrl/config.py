@@ -104,9 +104,7 @@ def _assignment(override: str) -> dict[str, Any]:
     """`a.b=value` as nested tables."""
     key, equals, value = (part.strip() for part in override.partition("="))
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
-        raise ConfigError(
-            "command line", f"wanted key=value such as optimizer.learning_rate=2e-5, got {override!r}"
-        )
+        raise ConfigError("command line", f"wanted key=value such as optimizer.learning_rate=2e-5, got {override!r}")
     try:
         parsed: Any = tomllib.loads(f"value = {value}\n")["value"] if "\n" not in value else value
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -179,9 +177,9 @@ def _located(config: Config, folder: Path) -> Config:
     functions = tuple(_within(("reward", "functions"), located, name, folder) for name in config.reward.functions)
     sinks = tuple(_within(("run", "sinks"), located, name, folder) for name in config.run.sinks)
     return replace(
-        config, data=data, teacher=teacher, environment=world, model=replace(config.model, id=_model(config.model.id, folder)),
+        config, data=data, teacher=teacher, environment=world, algorithm=_algorithm(config.algorithm, folder),
         reward=replace(config.reward, functions=functions), run=replace(config.run, sinks=sinks),
-        algorithm=_algorithm(config.algorithm, folder),
+        model=replace(config.model, id=_model(config.model.id, folder)),
     )  # fmt: skip
 
 

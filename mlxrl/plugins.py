@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +53,33 @@ def located(name: str, folder: str | Path | None = None) -> str:
     module, attribute = _split(name)
     path = _path_of(module, folder)
     return f"{path}:{attribute}" if path else name
+
+
+def check_keywords(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """PluginError unless a function can be called with these keywords, and nothing else."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # it cannot be known
+    parameters = signature.parameters.values()
+    named = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    takes = f"; it takes {', '.join(named) or 'none'}"
+    unknown = [name for name in arguments if name not in named]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        hint = did_you_mean(unknown[0], named) or takes
+        raise PluginError("arguments", f"got an unexpected keyword argument {unknown[0]!r}{hint}")
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise PluginError("arguments", f"{error}{takes}") from None
+
+
+class Copying(partial[Any]):
+    """A function with keywords, of which each call gets copies: what it does to them reaches no other."""
+
+    def __call__(self, /) -> Any:
+        """Call it."""
+        return self.func(**deepcopy(self.keywords))
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -244,14 +244,19 @@ class Feedback:
 
 
 class Environment(Protocol):
-    """The world of one trajectory: a factory makes one for each, and no base class is needed.
+    """What answers the model in one trajectory: a factory makes one for each, and no base class is needed.
 
-    It may have `stop`, texts that end an action where they are complete (as the closing tag of a tool call),
-    `tools`, schemas of functions that the chat template tells the model of,
-    `special_tokens = True`, with which a reply has them written out, and `close()`, which is called once its episode
-    has ended, however it ended. Its methods run in threads of a pool, one call at a time. A factory that is an object
-    may have `prepare(tokenizer)`, which a rollout calls before its episodes, and `earns = False`, where its
-    environments give no rewards. The task is a copy of the environment's own.
+    Its methods run in threads, one call at a time, and its task is a copy of its own. What it may have besides:
+
+        stop = ()               texts that end an action where they are complete, looked at before each action
+        tools = ()              schemas of functions that the chat template describes to the model, read after `reset`
+        special_tokens = False  whether a reply has its special tokens written out
+        close()                 called once its episode has ended, however it ended
+
+    What a factory that is an object may have:
+
+        prepare(tokenizer)      called before the episodes of a rollout; a ValueError ends that
+        earns = True            whether its environments give rewards
     """
 
     def reset(self, task: Task) -> str | Sequence[Message]:

@@ -1,6 +1,6 @@
 """Families of mlx-lm, each tiny and random, windows of a few tokens included.
 
-`python tests/families.py` prints the table of how they are served.
+`python tests/families.py` prints the table of how they are batched.
 """
 
 from __future__ import annotations
@@ -107,15 +107,15 @@ def family(name: str, seed: int = 0) -> Any:
     return ready(module.Model(module.ModelArgs.from_dict(settings)))
 
 
-def table(services: dict[str, str]) -> str:
-    """A Markdown table of how families are served, for the design's section on rollouts."""
+def table(modes: dict[str, str]) -> str:
+    """A Markdown table of how families are batched, for the design's section on rollouts."""
     words = {
-        "ragged": "batched", "slots": "batched; prompts of one length at a time", "equal": "fallback: equal lengths",
-        "single": "fallback: one by one",
+        "ragged": "batched", "uniform": "batched; prompts of one length at a time",
+        "equal_length": "fallback: equal lengths", "single": "fallback: one by one",
     }  # fmt: skip
     lines = ["| family of mlx-lm | rows |", "|---|---|"]
-    lines += [f"| {name} | {words[service]} |" for name, service in sorted(services.items())]
-    rest = len(architectures() - set(services))
+    lines += [f"| {name} | {words[mode]} |" for name, mode in sorted(modes.items())]
+    rest = len(architectures() - set(modes))
     return "\n".join([*lines, f"| {rest} others | untested; checked when they are first used |"])
 
 
@@ -126,9 +126,9 @@ def architectures() -> set[str]:
 
 
 if __name__ == "__main__":
-    from mlxrl.policy.head import split
-    from mlxrl.rollout.serve import check
+    from mlxrl.policy.policy import policy
+    from mlxrl.rollout.batching_mode import check
+    from models import tokenizer
 
     warnings.simplefilter("ignore")
-    made = {name: family(name) for name in FAMILIES}
-    print(table({name: check(model, split(model)) for name, model in made.items()}))
+    print(table({name: check(policy(family(name), tokenizer(), lora=None)) for name in FAMILIES}))

@@ -12,12 +12,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlxrl.policy.modes import decoding
 from mlxrl.policy.policy import Policy, as_policy
-from mlxrl.rollout.episodes import row_keys
-from mlxrl.rollout.render import render
-from mlxrl.rollout.row import Request
-from mlxrl.rollout.rules import Rules
-from mlxrl.rollout.sampling import key_of
+from mlxrl.rollout.chat import render
+from mlxrl.rollout.draw import key_of, sequence_keys
+from mlxrl.rollout.engine import Engine
+from mlxrl.rollout.sequence import Request, Sequence
 from mlxrl.settings import LoRA, Sampling
 from mlxrl.types import (
     Batch,
@@ -146,10 +146,11 @@ evaluation = "{EXAMPLE}/test.jsonl"
 prompt = "question"
 [reward]
 functions = ["judge.py:judge"]
+[sampling]
+max_tokens = 12
 [rollout]
 tasks_per_step = 2
 group_size = 4
-max_tokens = 12
 [optimizer]
 learning_rate = 1e-3
 [evaluation]
@@ -206,35 +207,40 @@ def rows(batch: Batch, name: str) -> dict[int, np.ndarray]:
     return found
 
 
-GREEDY = Rules(Sampling(max_tokens=12, temperature=0.0))
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
 
 RAGGED = [tuple(range(20, 20 + n)) for n in (5, 3, 9, 1)]
 
 
-class Counted:
-    """A head whose forwards are counted. Where it is used, steps are not compiled, and the model is not checked."""
+def counted(of: Policy) -> tuple[Policy, list[tuple[int, int]]]:
+    """A policy, and the shapes [rows, tokens] of its forwards; a compiled step is one only where it is traced."""
+    shapes: list[tuple[int, int]] = []
 
-    def __init__(self, head):
-        self.head, self.shapes = head, []
+    def trunk(tokens: mx.array, cache: Any = None) -> mx.array:
+        shapes.append(tuple(tokens.shape))
+        return of.head.trunk(tokens, cache)
 
-    def trunk(self, tokens, cache=None):
-        self.shapes.append(tokens.shape)
-        return self.head.trunk(tokens, cache)
-
-    def project(self, hidden):
-        return self.head.project(hidden)
-
-    @property
-    def decoded(self):
-        """Rows of every decode step; tests prefill prompts of more than one token."""
-        return [rows for rows, tokens in self.shapes if tokens == 1]
+    return dataclasses.replace(of, head=dataclasses.replace(of.head, trunk=trunk)), shapes
 
 
-BARE = {"compiled": False, "service": "slots"}
+def decoded(shapes: list[tuple[int, int]]) -> list[int]:
+    """Rows of every decode step; tests prefill prompts of more than one token."""
+    return [rows for rows, tokens in shapes if tokens == 1]
 
 
-def alone(model, prompt: tuple[int, ...], tokens: int) -> list[int]:
+BARE: dict[str, Any] = {"compiled": False, "mode": "uniform"}
+
+
+def decode(of: Policy, requests: list[Request], **options: Any) -> list[Sequence]:
+    """Decode requests to the end, with options of the engine; a sequence for each, in their order."""
+    with decoding(of) as merged, Engine(merged, **options) as engine:
+        sequences = [engine.submit(request) for request in requests]
+        assert set(engine.run()) == set(sequences)
+    return sequences
+
+
+def alone(model: Any, prompt: tuple[int, ...], tokens: int) -> list[int]:
     """Greedy decoding by a plain forward over the whole sequence, every time."""
     ids = list(prompt)
     for _ in range(tokens):
@@ -242,10 +248,21 @@ def alone(model, prompt: tuple[int, ...], tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def requests(prompts, copies: int = 1, limits=None) -> list[Request]:
-    keys = row_keys(key_of(0, 0), len(prompts), copies)
+def requests(
+    prompts: list[tuple[int, ...]],
+    copies: int = 1,
+    limits: list[int] | None = None,
+    sampling: Sampling = GREEDY,
+    stop_ids: tuple[int, ...] | None = (),
+    **fields: Any,
+) -> list[Request]:
+    """A request for every copy of every prompt; without `stop_ids` no token ends it."""
+    keys = sequence_keys(key_of(0, 0), len(prompts), copies)
     asked = [prompt for prompt in prompts for _ in range(copies)]
-    return [Request(prompt, keys[i], limits and limits[i]) for i, prompt in enumerate(asked)]
+    return [
+        Request(prompt, keys[i], sampling, limits[i] if limits else None, stop_ids, **fields)
+        for i, prompt in enumerate(asked)
+    ]
 
 
 MINIMAL = """

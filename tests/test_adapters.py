@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from helpers import a_policy
 
-from mlxrl.rollout.episodes import rollout
-from mlxrl.settings import Sampling
+from mlxrl.rollout.sample import sample
+from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.types import Feedback, Task
 from models import dense
 
@@ -94,7 +94,7 @@ class TestTextArena:
 
     def test_a_model_can_play(self, arena: Any) -> None:
         p = a_policy(lambda: dense(max_position_embeddings=2048))
-        groups = rollout(
+        groups = sample(
             p, arena.game_tasks("GuessTheNumber-v0", 2), group_size=2, environment=arena.TextArena,
             sampling=Sampling(max_tokens=4),
         )  # fmt: skip
@@ -150,8 +150,13 @@ class TestVerifiers:
 
     def test_a_model_can_play(self, verifiers: Any) -> None:
         world = verifiers.Verifiers(echoing())
-        groups = rollout(
-            a_policy(), world.tasks(2), group_size=2, environment=world, sampling=Sampling(max_tokens=4), max_turns=3
+        groups = sample(
+            a_policy(),
+            world.tasks(2),
+            group_size=2,
+            environment=world,
+            sampling=Sampling(max_tokens=4),
+            limits=EpisodeLimits(max_turns=3),
         )
         assert {(one.stop, len(one.turns), one.error) for group in groups for one in group} == {("done", 2, "")}
         assert {one.reward for group in groups for one in group} == {0.0}

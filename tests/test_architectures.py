@@ -24,8 +24,8 @@ from mlxrl.policy import gated_delta
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.lora import without_adapters
 from mlxrl.policy.modes import training
-from mlxrl.train.pack import pack
-from mlxrl.train.step import fill, gradient, update
+from mlxrl.train.batch import pack
+from mlxrl.train.update import fill, gradient, update
 from models import moe, ready
 
 EXPERT = [moe, windowed_moe, hybrid_moe, next_moe, kimi]

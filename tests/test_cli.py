@@ -107,7 +107,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     monkeypatch.setattr(import_module("mlxrl.train.evaluate"), "evaluate", spy("evaluate", scored))
     monkeypatch.setattr(import_module("mlxrl.train.loop"), "train", spy("train", iter(())))
     monkeypatch.setattr(import_module("mlxrl.train.optimizer"), "optimizer", spy("optimizer", None))
-    monkeypatch.setattr(import_module("mlxrl.rollout.render"), "render", spy("render", None))
+    monkeypatch.setattr(import_module("mlxrl.rollout.chat"), "render", spy("render", None))
     monkeypatch.setattr(import_module("mlxrl.rollout.episodes"), "rules_of", spy("rules", None))  # it does not think
     settings = {
         "seed": 5, "steps": 7, "model.dtype": '"float16"', "lora.rank": 3, "lora.scale": 1.5, "lora.dropout": 0.25,

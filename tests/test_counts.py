@@ -21,9 +21,9 @@ from mlxrl.policy import logprobs as module
 from mlxrl.policy.policy import Policy
 from mlxrl.settings import Sampling
 from mlxrl.train.loop import train
-from mlxrl.train.pack import pack
-from mlxrl.train.step import update
-from mlxrl.train.units import units
+from mlxrl.train.batch import pack
+from mlxrl.train.update import update
+from mlxrl.train.gradient import units
 from mlxrl.types import Batch, Task
 from models import dense
 

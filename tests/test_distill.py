@@ -28,11 +28,11 @@ from mlxrl.policy import head
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.lora import without_adapters
 from mlxrl.policy.policy import Policy, as_policy
-from mlxrl.rollout.render import render
+from mlxrl.rollout.chat import render
 from mlxrl.settings import LoRA, Sampling
 from mlxrl.train.loop import train
-from mlxrl.train.pack import pack
-from mlxrl.train.step import fill, gradient, update
+from mlxrl.train.batch import pack
+from mlxrl.train.update import fill, gradient, update
 from mlxrl.train.teacher import Teacher, hinted, teacher_of
 from mlxrl.types import Batch, Task
 from models import dense, tokenizer

@@ -11,9 +11,9 @@ import pytest
 from helpers import a_policy, flat
 
 from mlxrl import algo
-from mlxrl.rollout.sampling import fold
+from mlxrl.rollout.draw import fold
 from mlxrl.settings import Sampling
-from mlxrl.train.draw import draw, draw_key, further_tasks
+from mlxrl.train.resample import draw, draw_key, further_tasks
 from mlxrl.train.loop import train
 from mlxrl.types import Task, Trajectory
 

@@ -23,9 +23,9 @@ from mlxrl.policy.logprobs import logprobs
 from mlxrl.rollout.turns import go_on, open_chat
 from mlxrl.settings import Sampling
 from mlxrl.train.loop import train
-from mlxrl.train.pack import pack
-from mlxrl.train.parts import parts
-from mlxrl.train.step import fill, gradient, update
+from mlxrl.train.batch import pack
+from mlxrl.train.minibatches import parts
+from mlxrl.train.update import fill, gradient, update
 from mlxrl.train.teacher import Teacher
 from mlxrl.types import Group, Logprobs, MicroBatch, TokenDetails, Totals, Trajectory, Turn
 from models import dense, hybrid, moe, tokenizer
@@ -173,7 +173,7 @@ def test_gradients_do_not_depend_on_passes_padding_or_sharing(make: Any, monkeyp
     names = ("tokens", "mask", "advantages", "sampler_logprobs", "observation_mask")
     wide = [dataclasses.replace(m, **{name: padded(getattr(m, name)) for name in names}) for m in whole]
     assert_same_gradient(gradient(p, dataclasses.replace(whole, micro_batches=tuple(wide)), a)[1], wanted)
-    monkeypatch.setattr(sys.modules["mlxrl.train.pack"], "SHARE_FROM", 10**9)
+    monkeypatch.setattr(sys.modules["mlxrl.train.batch"], "SHARE_FROM", 10**9)
     repeated = pack(groups, a)
     assert {m.prefix.size for m in repeated} == {0}
     assert_same_gradient(gradient(p, repeated, a)[1], wanted)

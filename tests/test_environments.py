@@ -1,4 +1,4 @@
-"""The environments of examples/environments, by direct calls."""
+"""The reference environments, by direct calls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from environments.calculator import calculate, calculator
-from environments.guess import GuessingGame, guessing_tasks
-from environments.maze import MOVES, Maze, beyond, distance, maze_tasks, named, placed, write
 from helpers import a_policy
 
 import mlxrl as rl
 from mlxrl import algo
-from mlxrl.rollout.episodes import rollout
-from mlxrl.settings import Sampling
+from mlxrl.environments import GuessingGame, Maze, guessing_tasks, maze_tasks, write
+from mlxrl.environments.calculator import calculate, calculator
+from mlxrl.environments.maze import MOVES, beyond, distance, named, placed
+from mlxrl.rollout.sample import sample
+from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.types import Feedback, Task
 
 
@@ -111,8 +111,7 @@ def test_mazes_follow_from_their_seed(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="size: wanted 2 to 26, got 1"):
         maze_tasks(1, size=1)
     write(tmp_path / "mazes.jsonl", tasks)
-    found = rl.tasks(tmp_path / "mazes.jsonl")
-    assert found == [Task(task.prompt, {"prompt": task.prompt, **task.columns}) for task in tasks]
+    assert rl.tasks(tmp_path / "mazes.jsonl") == tasks
     assert json.loads((tmp_path / "mazes.jsonl").read_text().splitlines()[0])["goal"] == tasks[0].columns["goal"]
 
 
@@ -163,9 +162,9 @@ def test_the_calculator_is_a_tool() -> None:
 @pytest.mark.parametrize(("factory", "tasks"), [(GuessingGame, guessing_tasks(2)), (Maze, maze_tasks(2))])
 def test_a_model_can_play(factory: Any, tasks: list[Task]) -> None:
     """A random model's replies are invalid; the same episodes come out again, and GiGPO credits each turn."""
-    p, options = a_policy(), {"group_size": 3, "sampling": Sampling(max_tokens=4), "max_turns": 3}
-    groups = rollout(p, tasks, environment=factory, key=1, **options)
-    again = rollout(p, tasks, environment=factory, key=1, **options)
+    p, options = a_policy(), {"group_size": 3, "sampling": Sampling(max_tokens=4), "limits": EpisodeLimits(max_turns=3)}
+    groups = sample(p, tasks, environment=factory, key=1, **options)
+    again = sample(p, tasks, environment=factory, key=1, **options)
     assert [[t.turns for t in group] for group in groups] == [[t.turns for t in group] for group in again]
     assert {len(one.turns) for group in groups for one in group} <= {1, 2, 3}
     credits = algo.gigpo().advantages(groups)

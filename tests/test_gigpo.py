@@ -12,8 +12,8 @@ import pytest
 from helpers import a_policy, assert_same_gradient, attempt, close, made
 
 from mlxrl import algo
-from mlxrl.train.pack import pack
-from mlxrl.train.step import gradient
+from mlxrl.train.batch import pack
+from mlxrl.train.update import gradient
 from mlxrl.types import Group, Trajectory, Turn
 
 

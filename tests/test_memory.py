@@ -19,8 +19,8 @@ from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import training
 from mlxrl.policy.policy import as_policy
 from mlxrl.settings import LoRA
-from mlxrl.train.pack import pack
-from mlxrl.train.step import update
+from mlxrl.train.batch import pack
+from mlxrl.train.update import update
 from models import dense, hybrid, tokenizer
 
 

@@ -11,10 +11,10 @@ from helpers import a_policy, assert_same_gradient, made, with_tasks
 from helpers import rows as chosen
 
 from mlxrl.algo.recipes import grpo, opd
-from mlxrl.train.pack import PASS, SHARE_FROM, _cuts, pack
-from mlxrl.train.step import fill, gradient, update
+from mlxrl.train.batch import PASS, SHARE_FROM, _cuts, pack
+from mlxrl.train.update import fill, gradient, update
 from mlxrl.train.teacher import Teacher
-from mlxrl.train.units import units
+from mlxrl.train.gradient import units
 from mlxrl.types import Batch
 from models import dense
 

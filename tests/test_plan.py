@@ -24,8 +24,8 @@ from mlxrl.policy.memory import Work, parts
 from mlxrl.policy.policy import as_policy
 from mlxrl.policy.shapes import Uncovered, model_of
 from mlxrl.settings import LoRA
-from mlxrl.train.pack import pack, widest
-from mlxrl.train.step import update
+from mlxrl.train.batch import pack, widest
+from mlxrl.train.update import update
 from models import ready, tokenizer
 
 SIZES: dict[str, Any] = {

@@ -16,8 +16,8 @@ from mlxrl.algo.terms import KL
 from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.policy.prefix import hidden_states
 from mlxrl.settings import LoRA
-from mlxrl.train.pack import pack
-from mlxrl.train.step import fill, gradient, update
+from mlxrl.train.batch import pack
+from mlxrl.train.update import fill, gradient, update
 from models import dense, hybrid, moe, tokenizer
 
 BASES = [{"bits": 4, "group_size": 32}, {"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 32, "mode": "mxfp4"}]

@@ -23,7 +23,7 @@ def test_two_steps_on_a_real_model(tmp_path):
     command = [
         *(sys.executable, "-m", "mlxrl", "train", "--config", str(ROOT / "examples/smollm2.toml")),
         *("steps=2", "optimizer.warmup_steps=0", f'run.folder="{tmp_path / "run"}"', f'model.id="{FILE}"'),
-        *("rollout.tasks_per_step=2", "rollout.max_tokens=32", "evaluation.rows=8"),
+        *("rollout.tasks_per_step=2", "sampling.max_tokens=32", "evaluation.rows=8"),
     ]
     subprocess.run(command, check=True, cwd=ROOT)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -41,7 +41,7 @@ def test_it_knows_the_capital_of_france():
 
     policy = rl.load(str(FILE), lora=None, dtype="float32")
     task = rl.Task("What is the capital of France?")
-    ((answer,),) = rl.rollout(policy, [task], group_size=1, sampling=rl.Sampling(max_tokens=16, temperature=0.0))
+    ((answer,),) = rl.sample(policy, [task], group_size=1, sampling=rl.Sampling(max_tokens=16, temperature=0.0))
     assert "Paris" in answer.text
     assert answer.stop == "eos"
 
@@ -51,7 +51,7 @@ def test_the_plan_counts_the_prompts_that_a_run_renders():
     from mlxrl.cli import compose
     from mlxrl.cli.prompts import longest_prompt
     from mlxrl.policy import gguf
-    from mlxrl.rollout.render import render
+    from mlxrl.rollout.chat import render
 
     settings = config.read(ROOT / "examples/smollm2.toml", [f'model.id="{FILE}"'])
     rows = compose.training_rows(settings)

@@ -19,8 +19,8 @@ from mlxrl.policy.modes import training
 from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.policy.recompute import recomputed
 from mlxrl.settings import LoRA
-from mlxrl.train.pack import pack
-from mlxrl.train.step import gradient, update
+from mlxrl.train.batch import pack
+from mlxrl.train.update import gradient, update
 from mlxrl.types import MicroBatch
 from models import dense, hybrid, moe, tokenizer
 

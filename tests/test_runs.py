@@ -15,7 +15,7 @@ from mlxrl.files import append_line, read_lines
 from mlxrl.runs import facts
 from mlxrl.runs import folder as folder_module
 from mlxrl.runs.folder import create, free_folder, refuse_taken
-from mlxrl.runs.stop import Stop
+from mlxrl.runs.shutdown import Stop
 from mlxrl.types import Task, Trajectory, Turn
 
 

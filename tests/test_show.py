@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlxrl.show import text
-from mlxrl.show.console import Console
+from mlxrl.console import Console
 from mlxrl.show.row import HEADING, direction, row
 from mlxrl.types import Task, Trajectory, Turn
 

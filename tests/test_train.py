@@ -19,8 +19,8 @@ from mlxrl.policy.policy import Policy
 from mlxrl.rollout.episodes import rollout
 from mlxrl.settings import Sampling
 from mlxrl.train.loop import Diverged, train
-from mlxrl.train.pack import SHARE_FROM, pack
-from mlxrl.train.step import fill, gradient, update
+from mlxrl.train.batch import SHARE_FROM, pack
+from mlxrl.train.update import fill, gradient, update
 from mlxrl.types import Group, MicroBatch, Task, Trajectory
 from models import dense, hybrid, moe
 
@@ -83,7 +83,7 @@ def test_gradients_do_not_depend_on_sharing_passes_or_the_order_of_rows(make, re
         assert more["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
     shuffled = [tuple(reversed(groups[1])), groups[0][2:] + groups[0][:2]]
     assert_same_gradient(gradient(p, pack(shuffled, algo), algo)[1], wanted)
-    monkeypatch.setattr(sys.modules["mlxrl.train.pack"], "SHARE_FROM", 10**9)
+    monkeypatch.setattr(sys.modules["mlxrl.train.batch"], "SHARE_FROM", 10**9)
     repeated = pack(groups, algo)
     assert {m.prefix.size for m in repeated} == {0}
     assert_same_gradient(gradient(p, repeated, algo)[1], wanted)

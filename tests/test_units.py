@@ -14,9 +14,9 @@ from mlxrl.algo.recipes import grpo
 from mlxrl.algo.terms import KL
 from mlxrl.policy.policy import Policy
 from mlxrl.train import pack as packing
-from mlxrl.train.pack import pack
-from mlxrl.train.step import fill, gradient
-from mlxrl.train.units import units
+from mlxrl.train.batch import pack
+from mlxrl.train.update import fill, gradient
+from mlxrl.train.gradient import units
 from mlxrl.types import Batch
 from models import dense, hybrid, moe
 

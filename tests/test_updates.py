@@ -20,9 +20,9 @@ from mlxrl.algo.terms import KL, Correction, OffPolicyMask, TeacherSurrogate, Te
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.settings import Reward, Sampling
 from mlxrl.train import loop
-from mlxrl.train.pack import pack
-from mlxrl.train.parts import parts
-from mlxrl.train.step import averaged, fill, gradient, update
+from mlxrl.train.batch import pack
+from mlxrl.train.minibatches import parts
+from mlxrl.train.update import averaged, fill, gradient, update
 from mlxrl.types import Batch, MicroBatch, Task, TokenDetails, Trajectory, Turn
 
 ARRAYS = ("tokens", "mask", "advantages", "sampler_logprobs")
@@ -202,7 +202,7 @@ def test_no_gradient_comes_from_tokens_that_the_bounds_hold():
 def steps(recipe: Any, **settings: Any) -> list[Any]:
     run = {"reward": length, "tasks_per_step": 4, "group_size": 4, "sampling": Sampling(max_tokens=6), "steps": 1}
     tasks = [Task(text) for text in ("one", "two", "three", "four", "five")]
-    return list(loop.train(a_policy(), tasks, recipe, **{**run, **settings}))
+    return list(loop.run(a_policy(), tasks, recipe, **{**run, **settings}))
 
 
 def test_the_loop_makes_epochs_times_minibatches_optimizer_steps():

@@ -1,6 +1,6 @@
 """What a loss reports, in parts that add up over the micro-batches of an optimizer step.
 
-Every part is a sum divided by the tokens of the whole step; those whose last part is `max` combine by maximum. Sequences
+Every part is a sum divided by the tokens of the whole step; one named `max` at its end combines by maximum. Sequences
 without a learning signal are counted in those tokens and never computed, so `finish` divides what describes computed
 tokens by the share of them, and makes the effective sample size of the weight's two moments.
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlxrl.runs.experiment import Experiment
 from mlxrl.errors import UserError
+from mlxrl.runs.experiment import Experiment
 
 
 def command(experiment: Experiment, adapter: str | None) -> int:

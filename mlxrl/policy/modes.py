@@ -19,8 +19,9 @@ numbers at the same weights, because both run what a gradient needs:
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
@@ -28,6 +29,7 @@ import mlx.nn as nn
 from mlxrl.policy.activations import memory_efficient
 from mlxrl.policy.gated_delta import chunked
 from mlxrl.policy.lora import without_adapters
+from mlxrl.policy.merged_lora import merged
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.recompute import recomputed
 
@@ -53,6 +55,25 @@ def training(policy: Policy, recompute: bool = False, dropout: bool = False) -> 
     checkpointing = recomputed(model) if recompute else nullcontext()
     with _entered(model, "training"), _differentiable(model, dropout), checkpointing:
         yield
+
+
+@contextmanager
+def decoding(policy: Policy) -> Generator[Policy]:
+    """The span in which a policy decodes, its adapters merged into fewer products; yields it as it is to be run."""
+    with _entered(policy.model, "decoding"), merged(policy.model) as shared:
+
+        def clearing(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                try:
+                    return function(*arguments)
+                finally:
+                    for each in shared:
+                        each.clear()
+
+            return call
+
+        head = replace(policy.head, trunk=clearing(policy.head.trunk), project=clearing(policy.head.project))
+        yield replace(policy, head=head)
 
 
 @contextmanager

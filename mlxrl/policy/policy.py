@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Policy:
 
     model: an mlx-lm model; tokenizer: mlx-lm's wrapper; head: the model in two parts; lora: None for a frozen model;
     shares_prefix: whether its caches can carry a shared prompt through the gradient; source: what it was loaded from.
+    memo: what other parts find out or compile once for the model, by the name of what it is.
     """
 
     model: Any
@@ -36,6 +37,7 @@ class Policy:
     lora: LoRA | None
     shares_prefix: bool
     source: str
+    memo: dict[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
 
     @property
     def adapted(self) -> list[Adapted]:

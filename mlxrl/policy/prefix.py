@@ -7,6 +7,7 @@ only without an array mask, so sequences are padded on the right, where causalit
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 

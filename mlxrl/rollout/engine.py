@@ -1,151 +1,283 @@
-"""One step of many rows, as a graph that is compiled where it can be; and which caches serve a model."""
+"""Continuous batching: sequences of many prompts decode together, each to its own end.
+
+A sequence waits in a queue for a slot in its batch. A distinct prompt is prefilled once, and its caches are given to
+all its sequences. The slot of a sequence that has ended goes to one that waits; when none waits, free slots are dropped
+several at a time. The next step is enqueued before the last one is read back, so the device does not wait for Python.
+"""
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections import abc, deque
+from dataclasses import replace
+from math import isfinite
+from typing import Any, Self
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxrl.policy.gated_delta import chunked
-from mlxrl.policy.head import Head
-from mlxrl.rollout.equals import Equals
-from mlxrl.rollout.fused import Product, forget
-from mlxrl.rollout.layers import Layer
-from mlxrl.rollout.prefill import Filled, Prompt, prefill
-from mlxrl.rollout.rules import Processor, Rules, State, draw
-from mlxrl.rollout.slots import Slots
+from mlxrl.errors import UserError
+from mlxrl.policy.policy import Policy
+from mlxrl.rollout.batching_mode import SLOTTED, BatchingMode, mode_of
+from mlxrl.rollout.compiled_step import DecodeSession, Slots
+from mlxrl.rollout.draw import Drawn
+from mlxrl.rollout.kv_cache import SlotCache
+from mlxrl.rollout.prefill import PrefixCache, context_of
+from mlxrl.rollout.sequence import Prompt, Request, Sequence
+from mlxrl.rollout.stop_rules import Processor, StepRules, rules_of
 
-Caches: TypeAlias = Slots | Equals
-
-GRAPHS = 4  # kept for a model: training and evaluation draw by different rules
+JOIN = 0.125  # share of slots that are free before waiting sequences are prefilled
 
 
-def step(
-    head: Head, caches: Caches, state: State, rules: Rules, processors: Sequence[Processor] = ()
-) -> tuple[State, State]:
-    """Feed every row its last token and draw the next; the caches are written to.
+class Engine:
+    """Decodes sequences of one policy, on one thread. It knows nothing of tasks, rewards or environments.
 
-    Rows that are done are fed too, but do not grow: what they write lies behind their last token.
-    Returns the state after it, and what the host reads, see `rules.draw`.
+    Sequences that draw and stop by the same rules share a batch of at most `max_rows`; each other set of sampling
+    settings has a batch of its own, and a step is one step of every batch. Limits, keys and stop strings may differ
+    within a batch. Every sequence that is not cancelled comes out of `step` once, when it has ended.
     """
-    given = caches.caches(state["lengths"])
-    hidden = head.trunk(state["tokens"][:, None], given)
-    caches.take(given, state["done"] if rules.holds else None)
-    state = {**state, "lengths": state["lengths"] + (~state["done"]).astype(mx.int32)}
-    return draw(head.project(hidden[:, -1]), state, rules, processors)
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        max_rows: int = 32,
+        processors: abc.Sequence[Processor] = (),
+        prefill_chunk: int = 2048,
+        compiled: bool = True,
+        mode: BatchingMode | None = None,
+    ) -> None:
+        """Take a policy's weights as they are now; `modes.decoding` makes it faster.
+
+        Args:
+            max_rows: sequences of one set of rules that decode together.
+            processors: mlx-lm's logits processors, called with a sequence's tokens [T] and logits [1, V].
+            prefill_chunk: prompt tokens in one forward pass.
+            compiled: whether a step may be compiled; False saves the compilation where little is decoded.
+            mode: how sequences are batched; None finds out what the model can do.
+        """
+        if max_rows < 1 or prefill_chunk < 1:
+            raise UserError("engine", f"max_rows and prefill_chunk: wanted at least 1, got {max_rows}, {prefill_chunk}")
+        self.policy, self.session = policy, DecodeSession(policy, processors, compiled=compiled)
+        self.mode = mode or mode_of(policy)
+        self.max_rows = 1 if self.mode == "single" else max_rows
+        self.prefixes = PrefixCache(policy, prefill_chunk, ragged=self.mode == "ragged")
+        self._batches: dict[StepRules, Batch] = {}
+        self._ended: list[Sequence] = []  # before they started
+        self._started = False
+
+    def submit(self, request: Request) -> Sequence:
+        """Let a request wait for a slot. One whose prompt fills the context has ended, with nothing drawn."""
+        return self._enqueued(self._sequence(request))
+
+    def extend(self, sequence: Sequence, ids: abc.Sequence[int], **changes: Any) -> Sequence:
+        """Continue after a sequence that has ended with ids that follow its tokens, as the next turn of a conversation.
+
+        Where it is parked and draws by the same rules, only what is new is run, in one forward pass with what is new to
+        others; else all of it is prefilled. `changes` are the fields of its request that differ, such as `key`.
+        """
+        assert sequence.stop is not None, "a sequence under way cannot be extended"
+        prompt = (*sequence.prompt, *sequence.tokens, *ids)
+        following = self._sequence(replace(sequence.request, prompt=prompt, **changes))
+        continues = sequence.keeps_slot and sequence.tokens and len(prompt) > sequence.num_cached
+        if following.stop is None and continues and following.rules == sequence.rules:
+            self._batches[sequence.rules].extended.append((sequence, following))
+            return following
+        self.cancel(sequence)
+        return self._enqueued(following)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Give up a sequence: one under way ends as "cancelled" and does not come out, a parked one frees its slot."""
+        sequence.keeps_slot = False
+        if sequence.stop is None:
+            sequence.stop = "cancelled"
+            self._batches[sequence.rules].forget(sequence)
+
+    def step(self) -> list[Sequence]:
+        """Draw a token for every sequence in a slot; returns those that have ended."""
+        if not self._started:
+            self._start()
+        ended, self._ended = self._ended, []
+        for batch in self._batches.values():
+            ended += batch.step()
+        if len(self._batches) > 1:  # slots of settings that nobody uses now are given back
+            self._batches = {rules: batch for rules, batch in self._batches.items() if batch.used}
+        return ended
+
+    def run(self) -> abc.Iterator[Sequence]:
+        """Step until nothing is left to do; sequences come out as they end."""
+        while self.busy:
+            yield from self.step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do. Parked sequences, and those that wait for their slots, are no reason."""
+        return bool(self._ended) or any(batch.busy for batch in self._batches.values())
+
+    @property
+    def drawing(self) -> bool:
+        """Whether a sequence is being drawn."""
+        return any(batch.slots.live for batch in self._batches.values())
+
+    @property
+    def occupied(self) -> int:
+        """Slots of sequences that are being drawn or parked."""
+        return sum(len(batch.slots.occupied) for batch in self._batches.values())
+
+    def close(self) -> None:
+        """Let go of all sequences and their caches."""
+        self._batches, self._ended = {}, []
+        self.prefixes.clear()
+        mx.clear_cache()  # what comes next needs buffers of other sizes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _sequence(self, request: Request) -> Sequence:
+        """A sequence with the tokens that it may draw: a prompt that fills the context may draw none."""
+        limits = [request.sampling.max_tokens, request.limit]
+        if (context := context_of(self.policy.model)) is not None:
+            limits.append(context - len(request.prompt))
+        limit = min(limit for limit in limits if limit is not None)
+        rules = rules_of(self.policy.tokenizer, request.sampling, request.stop_ids, request.keep)
+        keeps = request.keep and self.mode in SLOTTED  # others cannot be extended
+        return Sequence(request, rules, limit, self.policy.tokenizer.decode, keeps)
+
+    def _enqueued(self, sequence: Sequence) -> Sequence:
+        if sequence.stop is not None:
+            self._ended.append(sequence)
+        else:
+            if sequence.rules not in self._batches:
+                self._batches[sequence.rules] = Batch(self, sequence.rules)
+            self._batches[sequence.rules].queue.append(sequence)
+        return sequence
+
+    def _start(self) -> None:
+        """Before the first step, bring sequences of one prompt together, and find what all prompts begin with."""
+        for batch in self._batches.values():
+            first = {sequence.prompt: number for number, sequence in reversed(list(enumerate(batch.queue)))}
+            batch.queue = deque(sorted(batch.queue, key=lambda sequence: first[sequence.prompt]))
+            self._started = True
+        self.prefixes.share(sequence.prompt for batch in self._batches.values() for sequence in batch.queue)
 
 
-def extend(
-    head: Head, slots: Slots, places: Sequence[int], lengths: Sequence[int], fed: Sequence[Sequence[int]]
-) -> mx.array:
-    """Feed n rows that hold `lengths` tokens several each, in one forward; returns the logits [n, V] behind the last.
+class Batch:
+    """Sequences of one set of rules: those in slots, which decode together, and those that wait for a slot.
 
-    Shorter ones are padded on the right: attention to what lies behind is masked, and no state sees it.
+    extended: parked sequences and those that continue them; unread: what was drawn, and for which sequences.
     """
-    part, counts = slots.part(places), mx.array([len(tokens) for tokens in fed], mx.int32)
-    width = max(map(len, fed))
-    tokens = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens in fed])
-    ragged = min(map(len, fed)) < width
-    given = part.caches(mx.array(list(lengths), mx.int32), counts if ragged else None)
-    hidden = head.trunk(tokens, given)
-    part.take(given)
-    slots.put(places, part)
-    last = mx.take_along_axis(hidden, (counts - 1)[:, None, None], axis=1)
-    return head.project(last[:, 0])
 
+    def __init__(self, engine: Engine, rules: StepRules) -> None:
+        self.engine, self.rules = engine, rules
+        self.queue: deque[Sequence] = deque()
+        self.extended: list[tuple[Sequence, Sequence]] = []
+        self.unread: list[tuple[list[Sequence | None], Drawn]] = []
+        self.slots = self._opened(0)
 
-class Graph:
-    """A step traced once for all calls of the same shapes. Weights are arguments of it, so training may change them."""
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self.unread or self.extended or self.slots.live) or self._can_join()
 
-    def __init__(self, rules: Rules, layers: tuple[Layer, ...]) -> None:
-        self.rules, self.layers = rules, layers
-        self._subject: Subject | None = None
-        self._call = mx.compile(self._trace)
+    @property
+    def used(self) -> bool:
+        """Whether a sequence is under way, waits or is parked."""
+        return bool(self.queue or self.unread or self.slots.occupied)
 
-    def __call__(self, subject: Subject, slots: Slots, state: State) -> tuple[State, State]:
-        """What `step` does."""
-        self._subject = subject  # for the span of the call: a graph outlives models that are dropped
-        try:
-            slots.arrays, state, out = self._call(subject.weights, slots.arrays, state)
-        finally:
-            self._subject = None
-        return state, out
+    def forget(self, sequence: Sequence) -> None:
+        """Let go of a sequence that was cancelled."""
+        if sequence in self.queue:
+            self.queue.remove(sequence)
+        for parked, following in self.extended:
+            parked.keeps_slot = following is not sequence
+        self.extended = [pair for pair in self.extended if pair[0].keeps_slot]
+        self.slots.mark_done()
 
-    def _trace(
-        self, weights: list[mx.array], arrays: list[mx.array], state: State
-    ) -> tuple[list[mx.array], State, State]:
-        assert self._subject is not None
-        model, own = self._subject.model, self._subject.model.parameters()
-        slots = Slots(len(state["tokens"]))
-        slots.layers, slots.arrays = self.layers, arrays
-        model.update(tree_unflatten(list(zip(self._subject.names, weights, strict=True))))
-        try:
-            state, out = step(self._subject.head, slots, state, self.rules)
-        finally:
-            model.update(own)
-        return slots.arrays, state, out
+    def step(self) -> list[Sequence]:
+        """Fill free slots, enqueue a step, and read the one before; returns the sequences that have ended."""
+        self._fill()
+        unread, self.unread = self.unread, []
+        if (drawn := self.slots.step()) is not None:
+            self.unread.append((list(self.slots.sequences), drawn))
+        ended = [sequence for sequences, drawn in unread for sequence in self._read(sequences, drawn)]
+        if (self.unread or unread) and not self.queue:
+            self.slots.drop()
+        return ended
 
+    def _opened(self, count: int) -> Slots:
+        return Slots(self.engine.session, self.rules, count, slotted=self.engine.mode in SLOTTED)
 
-class Subject:
-    """A model as one rollout sees it, its adapters fused and its weights as they are."""
+    def _can_join(self) -> bool:
+        """Whether a waiting sequence could have a slot."""
+        if not self.queue:
+            return False
+        occupied = len(self.slots.occupied)
+        return not occupied or (self.slots.caches.joins and occupied < self.engine.max_rows)
 
-    def __init__(self, model: Any, head: Head, products: Sequence[Product], compiled: bool) -> None:
-        self.model, self.head, self.products = model, head, products
-        leaves: Any = tree_flatten(model.parameters())
-        self.names, self.weights = [name for name, _ in leaves], [weight for _, weight in leaves]
-        self._graphs = _graphs(model) if compiled else None
+    def _fill(self) -> None:
+        """Let extended sequences continue, and give free slots to waiting ones when enough are free."""
+        if self.extended:
+            self._extend()
+        if not self._can_join():
+            return
+        if not self.slots.occupied:
+            self._open_for_queue()
+        elif len(self.queue) > len(self.slots.free):
+            self.slots.grow(len(self.queue) - len(self.slots.free), self.engine.max_rows)
+        free = self.slots.free
+        if not self.slots.live or len(free) >= JOIN * len(self.slots):
+            joining = [self.queue.popleft() for _ in free[: len(self.queue)]]
+            self._join(free[: len(joining)], joining)
 
-    def extend(
-        self, slots: Slots, places: Sequence[int], lengths: Sequence[int], fed: Sequence[Sequence[int]]
-    ) -> mx.array:
-        """`extend`, with recurrences by chunks."""
-        try:
-            with chunked():
-                return extend(self.head, slots, places, lengths, fed)
-        finally:
-            forget(self.products)
+    def _open_for_queue(self) -> None:
+        """Make slots for as many as may be, or for those of one length with the first where none can join later."""
+        count = min(self.engine.max_rows, len(self.queue))
+        if not self.slots.caches.joins:
+            length = len(self.queue[0].prompt)
+            chosen = [one for one in self.queue if len(one.prompt) == length][: self.engine.max_rows]
+            self.queue = deque(chosen + [one for one in self.queue if one not in chosen])
+            count = len(chosen)
+        if not self.slots.caches.joins or len(self.slots) < count:
+            self.slots = self._opened(count)
 
-    def prefill(self, prompts: Sequence[Prompt], chunk: int) -> list[Filled]:
-        """Run prompts."""
-        try:
-            return prefill(self.model, self.head, prompts, chunk)
-        finally:
-            forget(self.products)
+    def _extend(self) -> None:
+        """Feed extended sequences what is new to them, and let them draw."""
+        assert isinstance(self.slots.caches, SlotCache)
+        pairs, self.extended = self.extended, []
+        slots = [self.slots.sequences.index(parked) for parked, _ in pairs]
+        cached, prompts = [parked.num_cached for parked, _ in pairs], [following.prompt for _, following in pairs]
+        width = max(len(prompt) - length for prompt, length in zip(prompts, cached, strict=True))
+        self.slots.fit(max(map(len, prompts)) + min(width, self.engine.prefixes.chunk) + 1)
+        logits = self.engine.prefixes.extended(self.slots.caches, slots, cached, prompts)
+        self._begin(slots, [following for _, following in pairs], logits)
 
-    def step(
-        self, caches: Caches, state: State, rules: Rules, processors: Sequence[Processor] = ()
-    ) -> tuple[State, State]:
-        """`step`, compiled where it can be."""
-        try:
-            return self._step(caches, state, rules, processors)
-        finally:
-            forget(self.products)
+    def _join(self, slots: list[int], sequences: list[Sequence]) -> None:
+        """Prefill the distinct prompts of sequences, give these their slots, and let them draw."""
+        self.slots.fit(max(len(sequence.prompt) for sequence in sequences) + 2)
+        ends: dict[Prompt, mx.array] = {}
+        prompts, waited_for = dict.fromkeys(one.prompt for one in sequences), {one.prompt for one in self.queue}
+        for prompt, prefilled in self.engine.prefixes.prefilled(prompts, waited_for):
+            own = [slot for slot, one in zip(slots, sequences, strict=True) if one.prompt == prompt]
+            self.slots.caches.place(own, prefilled)
+            ends[prompt] = prefilled.logits
+        self._begin(slots, sequences, mx.concatenate([ends[one.prompt] for one in sequences]))
 
-    def _step(self, caches: Caches, state: State, rules: Rules, processors: Sequence[Processor]) -> tuple[State, State]:
-        if self._graphs is not None and not processors and isinstance(caches, Slots):
-            key = rules, caches.layers
-            if key not in self._graphs:
-                self._graphs[key] = Graph(rules, caches.layers)
-                self._graphs.pop(next(iter(self._graphs))) if len(self._graphs) > GRAPHS else None
-            if (graph := self._graphs[key]) is not None:
-                try:
-                    return graph(self, caches, state)
-                except (ValueError, RuntimeError) as error:
-                    self._graphs[key] = None
-                    warnings.warn(f"{type(self.model).__module__}: decoding is not compiled: {error}", stacklevel=2)
-        return step(self.head, caches, state, rules, processors)
+    def _begin(self, slots: list[int], sequences: list[Sequence], logits: mx.array) -> None:
+        self.unread.append((list(sequences), self.slots.begin(slots, sequences, logits)))
 
-
-_graphs_of: dict[int, dict[tuple[Rules, tuple[Layer, ...]], Graph | None]] = {}
-
-
-def _graphs(model: Any) -> dict[tuple[Rules, tuple[Layer, ...]], Graph | None]:
-    """The graphs of a model, kept from one rollout to the next and forgotten with it."""
-    if id(model) not in _graphs_of:
-        _graphs_of[id(model)] = {}
-        weakref.finalize(model, _graphs_of.pop, id(model), None)
-    return _graphs_of[id(model)]
+    def _read(self, sequences: list[Sequence | None], drawn: Drawn) -> list[Sequence]:
+        """Read back what was drawn; returns the sequences that it ended."""
+        read: Any = [None if array is None else array.tolist() for array in drawn]
+        tokens, logprobs, *details = read
+        ended: list[Sequence] = []
+        for row, (sequence, token, logprob) in enumerate(zip(sequences, tokens, logprobs, strict=True)):
+            if sequence is None or sequence.stop is not None:
+                continue
+            if any(details) and isfinite(logprob):
+                sequence.note(Drawn(*read), row)
+            if sequence.take(token, logprob):
+                ended.append(sequence)
+        if any(sequence.stop_strings for sequence in ended):
+            self.slots.mark_done()
+        return ended

@@ -1,150 +1,223 @@
-"""From tasks to groups of trajectories."""
+"""Episodes: the turns of trajectories, from what each reads first to its end.
+
+Without an environment an episode has one turn. With one, an action goes to its environment as soon as it has ended,
+while others are still being drawn, and the answer is what the model reads before its next action.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from typing import Any, Unpack
+import threading
+from collections import abc
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
 
 import mlx.core as mx
 
-from mlxrl.errors import did_you_mean
-from mlxrl.policy.policy import Policy
-from mlxrl.rollout.decode import Loop
-from mlxrl.rollout.play import Bounds, Limits, Play
-from mlxrl.rollout.render import render
-from mlxrl.rollout.row import Request, Row
-from mlxrl.rollout.rules import Processor, Rules
-from mlxrl.rollout.sampling import fold, key_of
-from mlxrl.rollout.turns import turn_of
-from mlxrl.rollout.worlds import Factory, accept, prepare
-from mlxrl.settings import Sampling
-from mlxrl.types import Group, Task, Trajectory
+from mlxrl.rewards import earned
+from mlxrl.rollout.chat import Chat, PromptError, continue_chat, observed, start_chat
+from mlxrl.rollout.draw import fold
+from mlxrl.rollout.engine import Engine
+from mlxrl.rollout.environment import EnvironmentHandle, EpisodeError, Factory, Observation
+from mlxrl.rollout.sequence import Request, Sequence
+from mlxrl.rollout.workers import Call, Workers
+from mlxrl.settings import EpisodeLimits, Sampling
+from mlxrl.types import Feedback, Group, Stop, Task, Trajectory, Turn
+
+CLOSING = "mlxrl close"  # name of the threads that close environments
+PATIENCE = 5.0  # seconds that environments are given to close at the end
+HURRIED = 0.2  # the same, where one of an earlier rollout still hangs
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a rollout. groups: those of the tasks, with the rows that had ended."""
+@dataclass(slots=True, eq=False)
+class Episode:
+    """A trajectory under way.
 
-    def __init__(self, groups: tuple[Group, ...]) -> None:
-        super().__init__()
-        self.groups = groups
-
-
-def rollout(
-    policy: Policy,
-    tasks: Sequence[Task],
-    *,
-    group_size: int,
-    sampling: Sampling = Sampling(),
-    key: int | mx.array = 0,
-    max_rows: int = 32,
-    thinking: bool | None = None,
-    processors: Sequence[Processor] = (),
-    environment: Factory | None = None,
-    **limits: Unpack[Limits],
-) -> tuple[Group, ...]:
-    """Sample `group_size` attempts at every task, all of them in one batched loop.
-
-    Args:
-        key: a number or a key, [2] uint32. Row r of task i draws from a key made of (key, i, r) alone, and of the
-            number of its turn.
-        max_rows: rows that decode together.
-        processors: mlx-lm's logits processors, called with a row's tokens [T] and its logits [1, V]. Log-probs stay
-            those of the model.
-        environment: makes the environment of an attempt, which then is an episode of several turns; see
-            `types.Environment`. Its reward is the sum over the turns, before reward functions.
-        limits: of an episode: max_turns, max_episode_tokens, timeout, invalid_penalty, see `play.Bounds`.
-    Returns:
-        a group of trajectories for every task; a task that stands twice is two groups.
-    Raises:
-        Interrupted: on Ctrl-C, with the rows that had ended.
-        EpisodeError: the environment failed in every episode. One that fails in some ends only those.
+    environment: None for a single turn. sequence: of its present turn; chat: what that has read, as text for people in
+    observation_text; state: in which it acts. stop, error: see `Trajectory`; closing: the call that closes.
     """
-    if group_size < 1:
-        raise ValueError(f"rollout: group_size: wanted at least 1, got {group_size}")
-    refuse_limits(rollout, environment, limits)
-    base = key_of(0, key) if isinstance(key, int) else key
-    keys = row_keys(base, len(tasks), group_size)
-    rules = rules_of(policy.tokenizer, sampling)
-    if environment is not None:
-        prepare(environment, policy.tokenizer)
-        return _played(Play(
-            policy, tasks, environment, Bounds(**limits), rules, keys, group_size,
-            max_rows=max_rows, thinking=thinking, processors=processors,
-        ))  # fmt: skip
-    prompts = [render(policy.tokenizer, task, thinking=thinking) for task in tasks]
-    asked = [prompt for prompt in prompts for _ in range(group_size)]
-    requests = [Request(prompt, key) for prompt, key in zip(asked, keys, strict=True)]
-    loop = Loop(
-        policy.model, policy.head, requests, rules, max_rows=max_rows,
-        text=policy.tokenizer.decode, processors=processors,
-    )  # fmt: skip
-    try:
-        with closing(loop.run()) as rows:
-            deque(rows, maxlen=0)
-    except KeyboardInterrupt:
-        raise Interrupted(_groups(policy.tokenizer, tasks, loop.ordered, group_size, sampling)) from None
-    return _groups(policy.tokenizer, tasks, loop.ordered, group_size, sampling)
+
+    number: int
+    task: Task
+    environment: EnvironmentHandle | None
+    turns: list[Turn] = field(default_factory=list[Turn])
+    sequence: Sequence | None = None
+    chat: Chat = field(default_factory=Chat)
+    observation_text: str = ""
+    state: abc.Hashable | None = None
+    stop: Stop | None = None
+    error: str = ""
+    closing: Call | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return sum(len(turn.tokens) for turn in self.turns)
 
 
-def refuse_limits(function: Callable[..., Any], environment: Factory | None, limits: Limits) -> None:
-    """ValueError for keywords of a function that are none, limits without episodes, and what makes no environment."""
-    known = Limits.__annotations__
-    if strange := next((name for name in limits if name not in known), None):
-        hint = did_you_mean(strange, [*known, *inspect.signature(function).parameters])
-        raise ValueError(f"{function.__name__}: unknown argument {strange!r}{hint}")
-    if environment is None and limits:
-        raise ValueError(f"rollout: {next(iter(limits))} has no effect without an environment")
-    if environment is not None:
+class Episodes:
+    """The episodes of a rollout, `group_size` for every task. A context, after which their environments are closed.
+
+    keys: [N, 2], of the first turns; a later turn draws from a key made of its episode's and its number.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tasks: abc.Sequence[Task],
+        group_size: int,
+        sampling: Sampling,
+        environment: Factory | None,
+        limits: EpisodeLimits,
+        keys: mx.array,
+    ) -> None:
+        self.tokenizer, self.group_size, self.sampling, self.limits = tokenizer, group_size, sampling, limits
+        self.keeps, self.keys = environment is not None and limits.max_turns > 1, [keys]
+        self.episodes = [
+            Episode(number, task, EnvironmentHandle(environment, task) if environment else None)
+            for number, task in enumerate(task for task in tasks for _ in range(group_size))
+        ]
+        self.closing, self.patience = Workers(limits.timeout, CLOSING), 0.0
+        self._firsts: dict[str, Chat] = {}
+
+    def begin(self, engine: Engine, workers: Workers) -> None:
+        """Submit the first turns. Environments are reset before, and waited for, so that equal prompts are run once."""
+        self.engine, self.workers = engine, workers
+        for episode in self.episodes:
+            if episode.environment is None:
+                self._first(episode, episode.task.prompt, repr(episode.task.prompt))
+            else:
+                workers.submit(episode.environment.reset, episode)
+        for answer in workers.wait(grace=None):
+            self.observed(answer)
+
+    def acted(self, sequence: Sequence) -> None:
+        """Note a turn that has ended, and hand its action to the environment; without one the episode is over."""
+        episode: Episode = sequence.request.owner
+        if episode.turns and sequence.limit <= 0:
+            return self._finish(episode, "length")  # the observation has filled the context
+        episode.turns.append(self._turn(episode, sequence))
+        if (handle := episode.environment) is None or sequence.stop == "error":
+            return self._finish(episode, sequence.stop)
+        if not sequence.tokens:
+            return self._finish(episode, "length")
+        reply = episode.turns[-1].text
+        if handle.special_tokens:
+            stopped = sequence.tokens[-1] in sequence.rules.stop_ids
+            reply = self.tokenizer.decode(sequence.tokens[:-1] if stopped else sequence.tokens)
+        self.workers.submit(partial(handle.step, reply), episode)
+
+    def observed(self, answer: Call) -> None:
+        """Continue with what an environment has answered, or end the episode."""
+        episode: Episode = answer.owner
+        name = "step" if episode.turns else "reset"
+        if fault := answer.fault(name, self.limits.timeout):
+            return self._finish(episode, "error", fault)
         try:
-            accept(environment, {})
-        except ValueError as error:
-            raise ValueError(f"{function.__name__}: environment: {error}") from None
+            if episode.turns:
+                self._next(episode, answer.value)
+            elif episode.environment is not None:
+                self._first(episode, answer.value, episode.environment.prompt_key)
+        except PromptError as error:
+            self._finish(episode, "error", f"{name}: {error}")
 
+    def groups(self) -> tuple[Group, ...]:
+        """The trajectories of episodes that have ended, group by group."""
+        starts = range(0, len(self.episodes), self.group_size)
+        groups = [self.episodes[start : start + self.group_size] for start in starts]
+        return tuple(tuple(self._trajectory(one, one.stop) for one in group if one.stop) for group in groups)
 
-def _played(play: Play) -> tuple[Group, ...]:
-    try:
-        play.run()
-    except KeyboardInterrupt:
-        raise Interrupted(play.groups()) from None
-    return play.groups()
+    def require_one(self) -> None:
+        """EpisodeError where the environment failed in every episode."""
+        faults = [episode.error for episode in self.episodes if episode.error]
+        if faults and len(faults) == len(self.episodes):
+            raise EpisodeError("environment", f"failed in each of {len(faults)} episodes: {faults[0]}")
 
+    def __enter__(self) -> Self:
+        return self
 
-def rules_of(tokenizer: Any, sampling: Sampling) -> Rules:
-    """How rows draw and end with a tokenizer: any of its eos ids is a stop."""
-    if sampling.thinking_budget is not None and not tokenizer.has_thinking:
-        raise ValueError(
-            "sampling: thinking_budget: the tokenizer has no tokens that begin and end thinking; leave it out"
-        )
-    stops = tuple(sorted(tokenizer.eos_token_ids))
-    if sampling.thinking_budget is None:
-        return Rules(sampling, stops)
-    return Rules(sampling, stops, tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens))
+    def __exit__(self, *error: object) -> None:
+        """Close what is still open, and give the environments a little time for it."""
+        for episode in self.episodes:
+            if episode.stop is None:
+                self._close(episode)
+        hangs = any(one.name == CLOSING and one not in self.closing.threads for one in threading.enumerate())
+        self.patience = min(self.limits.timeout, HURRIED if hangs else PATIENCE)
+        self.closing.close(self.patience)
 
+    def _first(self, episode: Episode, observation: Observation, key: str) -> None:
+        """Submit the first turn. Episodes of a task begin alike, so what they read is rendered once."""
+        handle = episode.environment
+        if key not in self._firsts:
+            tools = handle.tools if handle else ()
+            self._firsts[key] = start_chat(self.tokenizer, observation, self.sampling.thinking, tools)
+        episode.chat = self._firsts[key]
+        if handle is not None:
+            episode.observation_text, episode.state = observed(observation), episode.chat.ids
+        own = self._own(episode)
+        request = Request(episode.chat.ids, sampling=self.sampling, keep=self.keeps, owner=episode, **own)
+        episode.sequence = self.engine.submit(request)
 
-def row_keys(base: mx.array, tasks: int, group_size: int) -> mx.array:
-    """[tasks * group_size, 2] keys, task by task."""
-    of_tasks = fold(base[None], mx.arange(tasks))
-    rows = mx.concatenate([mx.arange(group_size)] * max(tasks, 1))
-    return fold(mx.repeat(of_tasks, group_size, axis=0), rows) if tasks else mx.zeros((0, 2), mx.uint32)
+    def _next(self, episode: Episode, feedback: Feedback) -> None:
+        """Credit an action with what its environment answered, and submit the next turn."""
+        sequence = episode.sequence
+        assert sequence is not None
+        reward = feedback.reward - (self.limits.invalid_penalty if feedback.invalid else 0.0)
+        episode.turns[-1] = replace(episode.turns[-1], reward=reward, invalid=feedback.invalid)
+        if (stop := self._limit(episode, sequence, feedback.done)) is not None:
+            return self._finish(episode, stop)
+        stop_ids, observation = sequence.rules.stop_ids, feedback.observation
+        episode.chat = continue_chat(self.tokenizer, episode.chat, sequence.tokens, stop_ids, observation)
+        episode.observation_text, episode.state = observed(observation), feedback.state
+        ids, own = episode.chat.ids, self._own(episode)
+        if episode.chat.history_rewritten:
+            self.engine.cancel(sequence)
+            episode.sequence = self.engine.submit(replace(sequence.request, prompt=ids, **own))
+        else:
+            episode.sequence = self.engine.extend(sequence, ids, **own)
 
+    def _limit(self, episode: Episode, sequence: Sequence, done: bool) -> Stop | None:
+        """Why an episode ends after a turn, None where it does not."""
+        most = self.limits.max_episode_tokens
+        if done:
+            return "done"
+        if len(episode.turns) >= self.limits.max_turns:
+            return "length" if sequence.stop == "length" else "turns"
+        return "length" if most is not None and episode.num_tokens >= most else None
 
-def _groups(
-    tokenizer: Any, tasks: Sequence[Task], rows: Sequence[Row], group_size: int, sampling: Sampling
-) -> tuple[Group, ...]:
-    """The rows that have ended as trajectories, group by group."""
-    return tuple(
-        tuple(
-            _trajectory(tokenizer, task, row, sampling)
-            for row in rows[number * group_size : (number + 1) * group_size]
-            if row.stop is not None
-        )
-        for number, task in enumerate(tasks)
-    )
+    def _own(self, episode: Episode) -> dict[str, Any]:
+        """What the request of an episode's next turn has of its own."""
+        turn, most = len(episode.turns), self.limits.max_episode_tokens
+        while turn >= len(self.keys):
+            self.keys.append(fold(self.keys[0], mx.full((len(self.episodes),), len(self.keys))))
+        return {
+            "key": self.keys[turn][episode.number],
+            "limit": None if most is None else most - episode.num_tokens,
+            "stop_strings": episode.environment.stop if episode.environment else (),
+        }
 
+    def _turn(self, episode: Episode, sequence: Sequence) -> Turn:
+        return Turn(
+            episode.chat.ids, tuple(sequence.tokens), tuple(sequence.logprobs),
+            self.tokenizer.decode(sequence.tokens, skip_special_tokens=True), details=sequence.details,
+            state=episode.state, observation_text=episode.observation_text,
+            history_rewritten=episode.chat.history_rewritten, new_suffix=episode.chat.new_suffix,
+        )  # fmt: skip
 
-def _trajectory(tokenizer: Any, task: Task, row: Row, sampling: Sampling) -> Trajectory:
-    assert row.stop is not None
-    return Trajectory(task, (turn_of(tokenizer, row, sampling),), stop=row.stop, sampling=sampling)
+    def _trajectory(self, episode: Episode, stop: Stop) -> Trajectory:
+        """An episode that has ended, what its environment gave as a part of the reward."""
+        made = Trajectory(
+            episode.task, tuple(episode.turns), stop=stop, sampling=self.sampling, error=episode.error,
+            close_error=episode.closing.fault("close", self.patience) if episode.closing else "",
+        )  # fmt: skip
+        return made if episode.environment is None or stop == "error" else earned(made)
+
+    def _finish(self, episode: Episode, stop: Any, error: str = "") -> None:
+        episode.stop, episode.error = stop, error
+        if episode.sequence is not None:
+            self.engine.cancel(episode.sequence)
+        self._close(episode)
+
+    def _close(self, episode: Episode) -> None:
+        if episode.environment is not None and episode.environment.close is not None:
+            episode.closing = self.closing.submit(episode.environment.close)

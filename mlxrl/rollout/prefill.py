@@ -1,52 +1,23 @@
-"""Prompts run through the model once, before their rows decode. Letters: n prompts, V vocabulary."""
+"""Prompts run through the model once, before their sequences decode. Letters: n prompts, V vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, takewhile
+from typing import Any
 
 import mlx.core as mx
 
 from mlxrl.policy.gated_delta import chunked
 from mlxrl.policy.head import Head
-from mlxrl.rollout.layers import Layer, layer_of
+from mlxrl.policy.policy import Policy
+from mlxrl.rollout.kv_cache import SlotCache
+from mlxrl.rollout.sequence import PrefilledPrompt, Prompt
 
-Prompt = tuple[int, ...]
-
-
-class Run(Protocol):
-    """A prompt that was run, as slots take it."""
-
-    def layers(self) -> tuple[Layer, ...]:
-        """What each layer keeps."""
-        ...
-
-    def arrays(self, layers: Iterable[Layer]) -> list[mx.array]:
-        """Its arrays in a row, [1, ...] each."""
-        ...
+WORTH = 256  # tokens that a shared prefix must save to be worth a forward pass more
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """A prompt that was run: its row of caches [n, ...], one a layer, its tokens, and the logits [1, V] behind them."""
-
-    caches: list[Any]
-    number: int
-    length: int
-    logits: mx.array
-
-    def layers(self) -> tuple[Layer, ...]:
-        """What each layer keeps."""
-        return tuple(layer_of(cache) for cache in self.caches)
-
-    def arrays(self, layers: Iterable[Layer]) -> list[mx.array]:
-        """Its arrays in a row, [1, ...] each."""
-        pairs = zip(layers, self.caches, strict=True)
-        return [array for layer, cache in pairs for array in layer.row(cache, self.number, self.length)]
-
-
-def prefill(model: Any, head: Head, prompts: Sequence[Prompt], chunk: int) -> list[Filled]:
+def prefill(policy: Policy, prompts: Sequence[Prompt], chunk: int) -> list[PrefilledPrompt]:
     """Run prompts, `chunk` tokens a forward; several together fit in one. Logits are made of last positions only.
 
     Shorter prompts are padded on the right, where causality hides the padding from attention, and their lengths
@@ -54,41 +25,145 @@ def prefill(model: Any, head: Head, prompts: Sequence[Prompt], chunk: int) -> li
     """
     from mlx_lm.models.cache import make_prompt_cache
 
-    caches = make_prompt_cache(model)
+    caches = make_prompt_cache(policy.model)
     lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
     assert len(prompts) == 1 or len(prompts) * width <= chunk
     if min(lengths) < width:
-        _tell(caches, lengths)
+        _set_lengths(caches, lengths)
     tokens = mx.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
     hidden = None
     with chunked():
         for start in range(0, width, chunk):
-            hidden = head.trunk(tokens[:, start : start + chunk], caches)
+            hidden = policy.head.trunk(tokens[:, start : start + chunk], caches)
             if start + chunk < width:
                 mx.eval([cache.state for cache in caches])  # bounds the memory of a long prompt to a chunk's
     assert hidden is not None
     last = mx.array(lengths if len(prompts) > 1 else [hidden.shape[1]]) - 1
-    logits = head.project(mx.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+    logits = policy.head.project(mx.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
     mx.async_eval(logits, [cache.state for cache in caches])  # and that of many prompts to one forward's
-    return [Filled(caches, number, length, logits[number : number + 1]) for number, length in enumerate(lengths)]
+    return [PrefilledPrompt(caches, row, length, logits[row : row + 1]) for row, length in enumerate(lengths)]
 
 
-def _tell(caches: Iterable[Any], lengths: Sequence[int]) -> None:
-    """Tell recurrent layers how long their rows are."""
+def _set_lengths(caches: Iterable[Any], lengths: Sequence[int]) -> None:
+    """Let recurrent layers know how long their rows are."""
     from mlx_lm.models.cache import ArraysCache, CacheList
 
     for cache in caches:
         if isinstance(cache, CacheList):
-            _tell(cache.caches, lengths)
+            _set_lengths(cache.caches, lengths)
         elif isinstance(cache, ArraysCache):
             cache.lengths = mx.array(list(lengths))
 
 
-def batches(prompts: Iterable[Prompt], chunk: int, known: int = 0) -> Iterator[list[Prompt]]:
-    """Prompts of like length together, as long as they fill no more than `chunk` tokens, padding included.
+def extend(
+    head: Head, caches: SlotCache, slots: Sequence[int], lengths: Sequence[int], fed: Sequence[Sequence[int]]
+) -> mx.array:
+    """Feed n rows that hold `lengths` tokens several each, in one forward; returns the logits [n, V] after the last.
 
-    known: tokens at their beginning that are not run with them.
+    Shorter ones are padded on the right: attention to what lies after them is masked, and no state sees it.
     """
+    part, counts = caches.read(slots), mx.array([len(tokens) for tokens in fed], mx.int32)
+    width = max(map(len, fed))
+    tokens = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens in fed])
+    ragged = min(map(len, fed)) < width
+    given = part.caches(mx.array(list(lengths), mx.int32), counts if ragged else None)
+    with chunked():
+        hidden = head.trunk(tokens, given)
+    part.update(given)
+    caches.write(slots, part.arrays)
+    last = mx.take_along_axis(hidden, (counts - 1)[:, None, None], axis=1)
+    return head.project(last[:, 0])
+
+
+class PrefixCache:
+    """Prompts that were run: each once for all its sequences, and what all begin with once for all prompts.
+
+    prefix: what the prompts begin with, as a system prompt or worked examples; empty where it is not worth a forward.
+    chunk: tokens of a forward pass; ragged: whether its rows may be fed different numbers of tokens.
+    """
+
+    def __init__(self, policy: Policy, chunk: int, *, ragged: bool) -> None:
+        self.policy, self.chunk, self.ragged = policy, chunk, ragged
+        self.prefix: Prompt = ()
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the prompts that were run."""
+        self._prefix: PrefilledPrompt | None = None
+        self._kept: dict[Prompt, PrefilledPrompt] = {}
+
+    def extended(
+        self, caches: SlotCache, slots: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt]
+    ) -> mx.array:
+        """Run what is new of prompts of which slots hold `lengths` tokens, `chunk` tokens a forward, padding included.
+
+        Returns the logits [n, V] after each prompt.
+        """
+        cached, logits = list(lengths), dict[int, mx.array]()
+        while left := [i for i, prompt in enumerate(prompts) if cached[i] < len(prompt)]:
+            counts = {i: min(len(prompts[i]) - cached[i], self.chunk) for i in left}
+            left.sort(key=counts.__getitem__)  # of like length together, as many as fill a chunk
+            left = [i for number, i in enumerate(left) if not number or (number + 1) * counts[i] <= self.chunk]
+            if not self.ragged:
+                left = [i for i in left if counts[i] == counts[left[0]]]
+            fed = [prompts[i][cached[i] : cached[i] + self.chunk] for i in left]
+            ends = extend(self.policy.head, caches, [slots[i] for i in left], [cached[i] for i in left], fed)
+            for i, tokens, end in zip(left, fed, ends, strict=True):
+                cached[i] += len(tokens)
+                logits[i] = end
+        return mx.stack([logits[i] for i in range(len(prompts))])
+
+    def share(self, prompts: Iterable[Prompt]) -> None:
+        """Find what prompts begin with."""
+        if self.ragged:
+            self.prefix = shared_prefix(prompts)
+
+    def prefilled(
+        self, prompts: Iterable[Prompt], waited_for: Collection[Prompt]
+    ) -> Iterator[tuple[Prompt, PrefilledPrompt]]:
+        """Distinct prompts, those not run before are run now; those that other sequences wait for are kept."""
+        known = {prompt: self._kept.pop(prompt) for prompt in prompts if prompt in self._kept}
+        made = self._run([prompt for prompt in prompts if prompt not in known])
+        for prompt, one in chain(known.items(), made):
+            if prompt in waited_for:
+                self._kept[prompt] = one
+            yield prompt, one
+
+    def _run(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, PrefilledPrompt]]:
+        """Run prompts, together where the model can, each from the shared prefix on where it has that."""
+        sharing, others = list[Prompt](), list[Prompt]()
+        for prompt in prompts:
+            shares = self.prefix and len(prompt) > len(self.prefix) and prompt[: len(self.prefix)] == self.prefix
+            (sharing if shares else others).append(prompt)
+        for batch in _batches(others, self.chunk) if self.ragged else ([prompt] for prompt in others):
+            yield from zip(batch, prefill(self.policy, batch, self.chunk), strict=True)
+        for batch in _batches(sharing, self.chunk, len(self.prefix)):
+            yield from zip(batch, self._continued(batch), strict=True)
+
+    def _continued(self, prompts: Sequence[Prompt]) -> list[PrefilledPrompt]:
+        """Run prompts from the shared prefix on, all of them together."""
+        if self._prefix is None:
+            (self._prefix,) = prefill(self.policy, [self.prefix], self.chunk)
+        caches, slots, lengths = SlotCache(len(prompts)), range(len(prompts)), [len(prompt) for prompt in prompts]
+        caches.fit(max(lengths) + 1)
+        caches.place(slots, self._prefix)
+        starts = [len(self.prefix)] * len(prompts)
+        logits = self.extended(caches, slots, starts, prompts)
+        given = caches.caches(mx.array(lengths))
+        return [PrefilledPrompt(given, row, length, logits[row : row + 1]) for row, length in enumerate(lengths)]
+
+
+def shared_prefix(prompts: Iterable[Prompt]) -> Prompt:
+    """The tokens that different prompts all begin with, one of each left out; none where they save too little."""
+    distinct = list(dict.fromkeys(prompts))
+    shortest = min(distinct, key=len, default=())
+    columns = zip(*(prompt[: len(shortest) - 1] for prompt in distinct), strict=True)
+    prefix = shortest[: sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))]
+    return prefix if len(prefix) * (len(distinct) - 1) >= WORTH else ()
+
+
+def _batches(prompts: Iterable[Prompt], chunk: int, known: int = 0) -> Iterator[list[Prompt]]:
+    """Prompts of like length together, as many as fill `chunk` tokens, padding included; `known` tokens are not run."""
     batch: list[Prompt] = []
     for prompt in sorted(prompts, key=len):
         if batch and (len(batch) + 1) * (len(prompt) - known) > chunk:

@@ -13,8 +13,8 @@ from mlxrl.config import Origin, text
 from mlxrl.data import tasks as read_tasks
 from mlxrl.errors import UserError, did_you_mean
 from mlxrl.rewards.scoring import Rewards, check_columns, rewards_of
-from mlxrl.rollout.environment import Factory, check_factory, earns
-from mlxrl.runs.sinks import Sink, as_sink
+from mlxrl.rollout.environment import Factory, check_factory, gives_rewards
+from mlxrl.runs.sinks import Sink, UserSink
 from mlxrl.settings import Config, EpisodeLimits
 from mlxrl.types import Algorithm, Task
 
@@ -60,7 +60,7 @@ class Experiment:
         held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.rows)
         try:
             _check_data(settings, rewards, tasks, held_out)
-            sinks = tuple(as_sink(_within(("run", "sinks"), plugins.find, name)) for name in settings.run.sinks)
+            sinks = tuple(_sink(name) for name in settings.run.sinks)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         return cls(
@@ -156,6 +156,10 @@ def _environment(settings: Config) -> Factory | None:
     return plugins.Copying(factory, **world.arguments)
 
 
+def _sink(name: str) -> Sink:
+    return _within(("run", "sinks"), UserSink, name, _within(("run", "sinks"), plugins.find, name))
+
+
 def _tasks(settings: Config, source: str, limit: int | None) -> list[Task]:
     data = settings.data
     if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit")]:
@@ -185,11 +189,9 @@ def _check_algorithm(settings: Config, algorithm: Algorithm) -> None:
         raise SettingError("algorithm", "echo", "has no effect without environment.factory")
 
 
-def _check_rewards(
-    settings: Config, algorithm: Algorithm, rewards: Rewards, environment: Factory | None
-) -> None:
+def _check_rewards(settings: Config, algorithm: Algorithm, rewards: Rewards, environment: Factory | None) -> None:
     used = "reward" in algorithm.needs
-    if rewards.functions or earns(environment) or not (used or settings.data.evaluation is not None):
+    if rewards.functions or gives_rewards(environment) or not (used or settings.data.evaluation is not None):
         return
     why = f"{algorithm.name} learns from rewards" if used else "data.evaluation is scored by them"
     why += f", and {settings.environment.factory} gives none" if environment is not None else ""

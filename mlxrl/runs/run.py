@@ -167,7 +167,9 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
     count = rollout.tasks_per_step * rollout.group_size
     turns = " a turn" if experiment.environment is not None else ""
     rounds = f", at most {times(rollout.resampling_rounds, 'resampling round')}" if rollout.resampling_rounds else ""
-    held_out = f"; held out {len(experiment.held_out):,} of {near(config.data.evaluation)}" if config.data.evaluation else ""
+    held_out = (
+        f"; held out {len(experiment.held_out):,} of {near(config.data.evaluation)}" if config.data.evaluation else ""
+    )
     arguments = ", ".join(f"{name}={value!r}" for name, value in table.items() if name != "name" and value is not None)
     parameters = f": {trainable:,} trainable parameters" if trainable else ""
     lines = [

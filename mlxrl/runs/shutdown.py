@@ -13,7 +13,7 @@ NOTE = b"\nmlxrl: the run ends after this step and saves its adapter; once more 
 
 
 class Shutdown:
-    """Ctrl-C and SIGTERM as a request that the loop looks at. A second one, or one outside it, is a KeyboardInterrupt."""
+    """Ctrl-C and SIGTERM as a request that the loop reads. A second one, or one outside it, is a KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False

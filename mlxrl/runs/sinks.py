@@ -115,7 +115,7 @@ class SamplesFile(Sink):
 
 def _sample(one: Trajectory) -> dict[str, Any]:
     """A trajectory for people, with its turns where an environment answered."""
-    sample = {
+    sample: dict[str, Any] = {
         "prompt": one.task.prompt, "completion": one.text, "reward": one.reward, "rewards": dict(one.rewards),
         "stop": one.stop, "length": one.length,
     }  # fmt: skip

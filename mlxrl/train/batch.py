@@ -65,9 +65,7 @@ def _counted(groups: Sequence[Sequence[TokenSequence]], counts: Callable[[TokenS
 
 def _has_signal(sequence: TokenSequence, needs_loss: bool) -> bool:
     """Whether a sequence changes the gradient; needs_loss: whether a term does so without an advantage."""
-    return sequence.observation_tokens > 0 or bool(
-        sequence.mask.any() and (needs_loss or sequence.advantages.any())
-    )
+    return sequence.observation_tokens > 0 or bool(sequence.mask.any() and (needs_loss or sequence.advantages.any()))
 
 
 def totals_of(groups: Sequence[Group], learned: int, observation_tokens: int = 0) -> Totals:

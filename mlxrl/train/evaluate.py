@@ -12,10 +12,11 @@ import numpy as np
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.rewards.scoring import RewardLike, require_scores, rewards_of, score
-from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.draw import key_of
-from mlxrl.rollout.sample import require_finite, sample
+from mlxrl.rollout.environment import Factory, gives_rewards
+from mlxrl.rollout.sample import sample
 from mlxrl.settings import EpisodeLimits, Sampling
+from mlxrl.train.metrics import require_finite
 from mlxrl.types import Task, Trajectory
 
 RESAMPLES = 10_000

@@ -60,7 +60,7 @@ def forward(
     """What the loss looks at: log-probs of tokens and top ids, entropy and observations, divergence from a teacher."""
     compared, compare = comparison_of(algorithm), None
     if compared is not None and compared.divergence is not None and teacher is not None:
-        compare = divergence_from(teacher.policy, policy, micro_batch, compared.divergence, adapters=not teacher.base)
+        compare = divergence_from(teacher.model, policy, micro_batch, compared.divergence, adapters=not teacher.base)
     return logprobs(
         policy, micro_batch, entropy="entropy" in algorithm.needs, top_ids=micro_batch.top_ids, compare=compare,
         observations="observations" in algorithm.needs, prefix=prefix,

@@ -18,10 +18,11 @@ from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.rewards.scoring import RewardLike, Rewards, require_scores, rewards_of, score
 from mlxrl.rollout.environment import Factory, gives_rewards
-from mlxrl.rollout.sample import context_of, require_finite, sample
+from mlxrl.rollout.prefill import context_of
+from mlxrl.rollout.sample import sample
 from mlxrl.settings import EpisodeLimits, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.batch import make_batch
-from mlxrl.train.metrics import Clock, averaged, describe, warnings_of
+from mlxrl.train.metrics import Clock, Diverged, averaged, describe, require_finite, warnings_of
 from mlxrl.train.minibatches import minibatches
 from mlxrl.train.optimizer import make_optimizer
 from mlxrl.train.resample import Resampled, further_tasks, resample, round_key
@@ -31,10 +32,6 @@ from mlxrl.types import Algorithm, Group, Metrics, Task
 
 SKIPS = 3
 """Updates in a row that may not be finite."""
-
-
-class Diverged(UserError):
-    """The model's logits, or several updates in a row, were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +219,9 @@ def _updates(training: Training, state: RunState, groups: Sequence[Group], index
             state.skipped = state.skipped + 1 if metrics["updates/skipped"] else 0
             if state.skipped >= SKIPS:
                 raise Diverged(
-                    f"step {index}: loss or gradient was not finite in {SKIPS} updates in a row; weights are those "
-                    "before them. Lower optimizer.learning_rate, or look at the rewards in samples.jsonl"
+                    f"step {index}",
+                    f"loss or gradient was not finite in {SKIPS} updates in a row; weights are those before them. "
+                    "Lower optimizer.learning_rate, or look at the rewards in samples.jsonl",
                 )
             yield metrics
 

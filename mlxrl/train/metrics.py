@@ -9,10 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from mlxrl.errors import one_line
+from mlxrl.errors import UserError, one_line
 from mlxrl.types import Group, Metrics, Trajectory
 
 STOPS = ("done", "turns", "length", "error")
+
+
+class Diverged(UserError):
+    """The model's logits, or several updates in a row, were not finite."""
+
+
+def require_finite(groups: Sequence[Group], where: str) -> None:
+    """Diverged where the model had no finite logits in any trajectory."""
+    stops = [trajectory.stop for group in groups for trajectory in group if not trajectory.error]
+    if stops and all(stop == "error" for stop in stops):
+        raise Diverged(
+            where,
+            f"the model's logits were not finite in any of {len(stops)} completions; lower optimizer.learning_rate, or "
+            "look at the model's weights",
+        )
 
 
 def describe(groups: Sequence[Group]) -> Metrics:

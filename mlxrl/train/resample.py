@@ -10,7 +10,7 @@ from itertools import islice
 import mlx.core as mx
 
 from mlxrl.algo.shaping import keep_varied
-from mlxrl.rollout.sampling import fold, key_of
+from mlxrl.rollout.draw import fold, key_of
 from mlxrl.types import Group, Task
 
 FURTHER = 2**31

@@ -15,7 +15,7 @@ from mlxrl.policy.logprobs import hidden_at, logprobs, top_k
 from mlxrl.policy.modes import scoring
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.prefix import PrefixRun, with_prefix_runs
-from mlxrl.rollout.render import render
+from mlxrl.rollout.chat import render
 from mlxrl.train.batch import micro_batch as batched
 from mlxrl.train.sequences import sequence_of, up_to_sampled, with_prompt
 from mlxrl.types import Algorithm, Comparison, Group, MicroBatch, Task, Trajectory

@@ -1,10 +1,10 @@
-"""Drawing a token for every row, and the log-prob of what was drawn. Letters: B rows, V vocabulary, K candidates."""
+"""Drawing a token for every row, and the log-prob of what was drawn. Letters: B rows, V vocabulary, K top ids."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -22,31 +22,38 @@ def key_of(seed: int, step: int) -> mx.array:
     return mx.random.split(mx.array([seed % 2**32, step % 2**32], mx.uint32))[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+def sequence_keys(base: mx.array, tasks: int, group_size: int) -> mx.array:
+    """[tasks * group_size, 2] keys, task by task: that of a task is made of the base's, that of a sequence of it."""
+    of_tasks = fold(base[None], mx.arange(tasks))
+    numbers = mx.concatenate([mx.arange(group_size)] * max(tasks, 1))
+    return fold(mx.repeat(of_tasks, group_size, axis=0), numbers) if tasks else mx.zeros((0, 2), mx.uint32)
+
+
+class Drawn(NamedTuple):
     """What was drawn for B rows. Log-probs are of softmax(logits / temperature) before any filter, float32, nats.
 
-    tokens: [B] int32; logprobs: [B]; keys: [B, 2], of the next step;
-    truncated: [B] float32, the probability that filters took away, None where there are none;
-    candidates: the ids [B, K] int32 and log-probs [B, K] of the K likeliest tokens, None where none were asked for.
+    tokens: [B] int32; logprobs: [B]; filtered_mass: [B] float32, the probability that filters removed;
+    top_ids, top_logprobs: [B, K], of the K most likely tokens; forced: [B] bool, whether the row had no choice. Each is
+    None where it does not apply.
     """
 
     tokens: mx.array
     logprobs: mx.array
-    keys: mx.array
-    truncated: mx.array | None = None
-    candidates: tuple[mx.array, mx.array] | None = None
+    filtered_mass: mx.array | None = None
+    top_ids: mx.array | None = None
+    top_logprobs: mx.array | None = None
+    forced: mx.array | None = None
 
 
-def sample(
+def draw(
     logits: mx.array,
     keys: mx.array,
     sampling: Sampling,
     *,
     scores: mx.array | None = None,
     forced: mx.array | None = None,
-) -> Sampled:
-    """Draw a token for every row with a key of its own.
+) -> tuple[Drawn, mx.array]:
+    """Draw a token for every row with a key of its own; returns it with the keys [B, 2] of the next step.
 
     Args:
         logits: [B, V], any dtype; keys: [B, 2] uint32.
@@ -56,13 +63,13 @@ def sample(
     logits = _tempered(logits, sampling)
     masses, peak = _masses(logits)
     total = masses.sum(axis=-1).sum(axis=-1)
-    truncated = None
+    filtered_mass = None
     drawable = masses
     if scores is not None or sampling.filters:
         scores = _filtered(logits if scores is None else _tempered(scores, sampling), sampling)
         drawable = _masses(scores)[0]
         kept = mx.where(_blocks(scores) > -mx.inf, masses, 0)
-        truncated = mx.maximum(1 - kept.sum(axis=-1).sum(axis=-1) / total, 0)
+        filtered_mass = mx.maximum(1 - kept.sum(axis=-1).sum(axis=-1) / total, 0)
     if sampling.temperature == 0:
         tokens = mx.argmax(logits if scores is None else scores, axis=-1)
     else:
@@ -72,8 +79,8 @@ def sample(
         tokens = mx.where(forced >= 0, forced, tokens)
     normaliser = peak + mx.log(total)[:, None]
     logprobs = (mx.take_along_axis(logits, tokens[:, None], axis=-1) - normaliser)[:, 0]
-    best = _best(logits, normaliser, sampling.num_top) if sampling.num_top else None
-    return Sampled(tokens, logprobs, keys, truncated, best)
+    top = _top(logits, normaliser, sampling.num_top) if sampling.num_top else (None, None)
+    return Drawn(tokens, logprobs, filtered_mass, *top), keys
 
 
 def _tempered(logits: mx.array, sampling: Sampling) -> mx.array:
@@ -123,7 +130,7 @@ def _pick(masses: mx.array, uniform: mx.array) -> mx.array:
 
 
 def _filtered(logits: mx.array, sampling: Sampling) -> mx.array:
-    """Drop unlikely tokens: top-k, then top-p of what is left, then min-p. The likeliest always stays; so do ties."""
+    """Drop unlikely tokens: top-k, then top-p of what is left, then min-p. The most likely always stays; so do ties."""
     if 0 < sampling.top_k < logits.shape[-1]:
         least = mx.topk(logits, sampling.top_k, axis=-1).min(axis=-1, keepdims=True)
         logits = mx.where(logits < least, -mx.inf, logits)
@@ -138,8 +145,8 @@ def _filtered(logits: mx.array, sampling: Sampling) -> mx.array:
     return logits
 
 
-def _best(logits: mx.array, normaliser: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Ids and log-probs [B, K] of the likeliest tokens, the likeliest first."""
+def _top(logits: mx.array, normaliser: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """Ids and log-probs [B, K] of the most likely tokens, the most likely first."""
     count = min(count, logits.shape[-1])
     ids = mx.argpartition(-logits, kth=count - 1, axis=-1)[:, :count]
     values = mx.take_along_axis(logits, ids, axis=-1)

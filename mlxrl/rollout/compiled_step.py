@@ -1,0 +1,200 @@
+"""One step of many sequences: the last token of each is fed, the next is drawn. Compiled where it can be."""
+
+from __future__ import annotations
+
+import warnings
+from collections import abc
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxrl.policy.head import Head
+from mlxrl.policy.policy import Policy
+from mlxrl.rollout.draw import Drawn
+from mlxrl.rollout.kv_cache import EqualLengthCache, KVCache, SlotCache, capacity_for
+from mlxrl.rollout.kv_layers import Layers
+from mlxrl.rollout.sequence import Sequence
+from mlxrl.rollout.stop_rules import Processor, State, StepRules, advance, initial, mapped
+
+KEPT = 4  # steps that are kept with a policy: training and evaluation draw by different rules
+DROP = 0.25  # share of slots that are free before they are dropped
+Compiled: TypeAlias = "dict[tuple[StepRules, Layers], CompiledStep | None]"
+
+
+def decode_step(
+    head: Head, caches: KVCache, state: State, rules: StepRules, processors: abc.Sequence[Processor] = ()
+) -> tuple[State, Drawn]:
+    """Feed every row its last token and draw the next; the caches are written to.
+
+    Rows that are done are fed too, but do not grow: what they write lies after their last token.
+    """
+    given = caches.caches(state.lengths)
+    hidden = head.trunk(state.tokens[:, None], given)
+    caches.update(given, state.done if rules.freeze else None)
+    state = state._replace(lengths=state.lengths + (~state.done).astype(mx.int32))
+    return advance(head.project(hidden[:, -1]), state, rules, processors)
+
+
+class CompiledStep:
+    """`decode_step` traced once for calls of the same shapes. Weights are arguments, so training may change them."""
+
+    def __init__(self, rules: StepRules, layers: Layers) -> None:
+        self.rules, self.layers = rules, layers
+        self._session: DecodeSession | None = None
+        self._call = mx.compile(self._trace)
+
+    def __call__(self, session: DecodeSession, caches: SlotCache, state: State) -> tuple[State, Drawn]:
+        """The state after the step, and what was drawn; the caches are written to."""
+        self._session = session  # for the span of the call: a compiled step outlives the session
+        try:
+            caches.arrays, state, drawn = self._call(session.weights, caches.arrays, state)
+        finally:
+            self._session = None
+        return state, drawn
+
+    def _trace(
+        self, weights: list[mx.array], arrays: list[mx.array], state: State
+    ) -> tuple[list[mx.array], State, Drawn]:
+        assert self._session is not None
+        policy, own = self._session.policy, self._session.policy.model.parameters()
+        caches = SlotCache(len(state.tokens), layers=self.layers, arrays=arrays)
+        policy.model.update(tree_unflatten(list(zip(self._session.names, weights, strict=True))))
+        try:
+            state, drawn = decode_step(policy.head, caches, state, self.rules)
+        finally:
+            policy.model.update(own)
+        return caches.arrays, state, drawn
+
+
+class DecodeSession:
+    """A policy with its weights as they are now, and the steps that are compiled for it."""
+
+    def __init__(self, policy: Policy, processors: abc.Sequence[Processor] = (), *, compiled: bool = True) -> None:
+        self.policy, self.processors = policy, tuple(processors)
+        leaves: Any = tree_flatten(policy.model.parameters())
+        self.names, self.weights = [name for name, _ in leaves], [weight for _, weight in leaves]
+        self._steps: Compiled | None = {} if compiled and not processors else None
+        self._kept: Compiled = policy.memo.setdefault("compiled steps", {})  # for the sessions to come
+
+    def step(self, caches: KVCache, state: State, rules: StepRules) -> tuple[State, Drawn]:
+        """`decode_step`, compiled where it can be."""
+        if self._steps is not None and isinstance(caches, SlotCache):
+            key = rules, caches.layers
+            if key not in self._steps:
+                self._keep(key, self._kept.pop(key) if key in self._kept else CompiledStep(*key))
+            try:
+                if (step := self._steps[key]) is not None:
+                    return step(self, caches, state)
+            except (ValueError, RuntimeError) as error:
+                self._keep(key, None)
+                module = type(self.policy.model).__module__
+                warnings.warn(f"{module}: decoding is not compiled: {error}", stacklevel=2)
+        return decode_step(self.policy.head, caches, state, rules, self.processors)
+
+    def _keep(self, key: tuple[StepRules, Layers], step: CompiledStep | None) -> None:
+        assert self._steps is not None
+        self._steps[key] = self._kept[key] = step
+        if len(self._kept) > KEPT:
+            self._kept.pop(next(iter(self._kept)))
+
+
+class Slots:
+    """Sequences that decode together, each in a slot: with their caches, and a state that the first of them begin.
+
+    sequences: by slot, None where it is free; one that has ended leaves its slot to others unless it keeps it.
+    slotted: whether they may be of different lengths.
+    """
+
+    def __init__(self, session: DecodeSession, rules: StepRules, count: int, *, slotted: bool) -> None:
+        self.session, self.rules = session, rules
+        self.sequences: list[Sequence | None] = [None] * count
+        self.caches: KVCache = SlotCache(count) if slotted else EqualLengthCache(count)
+        self.state: State | None = None
+        self._history: int | None = 0 if rules.looks_back or session.processors else None  # its capacity
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def live(self) -> list[int]:
+        """Slots of sequences that are being drawn."""
+        return [slot for slot, one in enumerate(self.sequences) if one and one.stop is None]
+
+    @property
+    def occupied(self) -> list[int]:
+        """Slots of sequences that are being drawn or parked."""
+        return [slot for slot, one in enumerate(self.sequences) if one and (one.stop is None or one.keeps_slot)]
+
+    @property
+    def free(self) -> list[int]:
+        """The other slots."""
+        return sorted({*range(len(self))}.difference(self.occupied))
+
+    def fit(self, tokens: int) -> None:
+        """Raise the capacity to that of sequences of so many tokens, what is drawn next included."""
+        self.caches.fit(tokens)
+        if self._history is not None and (more := capacity_for(tokens) - self._history) > 0:
+            self._history += more
+            if self.state is not None and self.state.history is not None:
+                self.state = self.state._replace(history=mx.pad(self.state.history, [(0, 0), (0, more)]))
+
+    def begin(self, slots: abc.Sequence[int], sequences: abc.Sequence[Sequence], logits: mx.array) -> Drawn:
+        """Let sequences whose prompts are in the caches draw first tokens, from logits [n, V]."""
+        for slot, sequence in zip(slots, sequences, strict=True):
+            self.sequences[slot], sequence.num_drawn = sequence, 1
+        new = initial(sequences, self.rules, self._history)
+        new, drawn = advance(logits, new, self.rules, self.session.processors)
+        if self.state is None:
+            assert list(slots) == list(range(len(self))), "the first fill all slots"
+            self.state = new
+        else:
+            order = list(range(len(self)))
+            for number, slot in enumerate(slots):
+                order[slot] = len(self) + number
+            index = mx.array(order)
+            self.state = mapped(lambda old, new: mx.concatenate([old, new])[index], self.state, new)
+        mx.async_eval(drawn, self.state)
+        return drawn
+
+    def step(self) -> Drawn | None:
+        """Enqueue a step, None where no sequence wants a token."""
+        wanting = [one for one in self.sequences if one and one.stop is None and one.num_drawn < one.limit]
+        if not wanting or self.state is None:
+            return None
+        for one in wanting:
+            one.num_drawn += 1
+        self.fit(max(one.length for one in wanting) + 1)
+        self.state, drawn = self.session.step(self.caches, self.state, self.rules)
+        mx.async_eval(drawn, self.state, self.caches.arrays)
+        return drawn
+
+    def mark_done(self) -> None:
+        """Let the state know of sequences that have ended for a reason that a step does not see."""
+        if self.state is not None:
+            over = mx.array([one is None or one.stop is not None for one in self.sequences])
+            self.state = self.state._replace(done=self.state.done | over)
+
+    def grow(self, missing: int, most: int) -> None:
+        """Add free slots, as many as there are at least, so that few sizes are compiled, but no more than `most`."""
+        if (more := min(max(missing, len(self)), most - len(self))) > 0:
+            self._select([*range(len(self)), *[0] * more], len(self), None)
+
+    def drop(self) -> None:
+        """Drop free slots, once they are a quarter; sizes follow one ladder, so that shapes come back."""
+        occupied, size = self.occupied, len(self)
+        while (smaller := int(size * (1 - DROP))) >= max(len(occupied), 1):
+            size = smaller
+        if occupied and size < len(self):
+            longest = max(one.length for slot in occupied if (one := self.sequences[slot]))
+            self._select([*occupied, *self.free[: size - len(occupied)]], len(occupied), longest + 1)
+
+    def _select(self, slots: abc.Sequence[int], count: int, tokens: int | None) -> None:
+        """Have these slots, with the sequences of the first `count`, without capacity beyond so many tokens."""
+        assert self.state is not None
+        self.sequences = [*(self.sequences[slot] for slot in slots[:count]), *[None] * (len(slots) - count)]
+        self.caches = self.caches.read(slots, tokens)
+        index, used = mx.array(list(slots)), mx.arange(len(slots)) < count
+        state: State = mapped(lambda array: array[index], self.state)
+        lengths = mx.where(used, state.lengths, 0)  # within the capacity that is left
+        self.state = state._replace(lengths=lengths, done=state.done | ~used)

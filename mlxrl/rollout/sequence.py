@@ -1,0 +1,150 @@
+"""Sequences: what is requested, what has been drawn for it, why it ended, and a prompt that was prefilled."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Literal, TypeAlias
+
+import mlx.core as mx
+
+from mlxrl.errors import UserError
+from mlxrl.rollout.kv_layers import Layers, flat
+from mlxrl.rollout.stop_rules import StepRules
+from mlxrl.settings import Sampling
+from mlxrl.types import TokenDetails
+
+Prompt: TypeAlias = tuple[int, ...]
+Text: TypeAlias = abc.Callable[[abc.Sequence[int]], str]
+End: TypeAlias = Literal["eos", "length", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A sequence to decode.
+
+    prompt: its ids, at least one. key: [2] uint32, from which its draws are made.
+    sampling: how it draws, and at most how many tokens; limit: the same where it is fewer.
+    stop_ids: ids that end it, None for the tokenizer's; stop_strings: texts that do, besides those of the sampling.
+    keep: whether its slot is kept when it has ended, so that it can be extended.
+    owner: what the caller knows it by.
+    """
+
+    prompt: Prompt
+    key: mx.array
+    sampling: Sampling
+    limit: int | None = None
+    stop_ids: tuple[int, ...] | None = None
+    stop_strings: tuple[str, ...] = ()
+    keep: bool = False
+    owner: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise UserError("request", "prompt", "wanted at least one token, got no tokens")
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request under way.
+
+    tokens: those drawn, the stop token included; logprobs: float32, nats; forced, filtered_mass, top_ids,
+    top_logprobs: see `TokenDetails`, filled where they apply. stop: why it ended, None while it is under way.
+    limit: tokens it may draw; with none it has finished before it started.
+    num_drawn: tokens drawn for it, those not read back yet included. keeps_slot: whether it keeps its slot when it has
+    ended: then it is parked. ahead: whether the caches hold its last token too, because a stop string, which the
+    compiled step does not see, ended it. text: makes text of ids, special tokens written out.
+    """
+
+    request: Request
+    rules: StepRules
+    limit: int
+    text: Text
+    keeps_slot: bool
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    forced: list[int] = field(default_factory=list[int])
+    filtered_mass: list[float] = field(default_factory=list[float])
+    top_ids: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    top_logprobs: list[tuple[float, ...]] = field(default_factory=list[tuple[float, ...]])
+    stop: End | None = None
+    num_drawn: int = 0
+    ahead: bool = False
+    stop_strings: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_strings = (*self.request.sampling.stop_strings, *self.request.stop_strings)
+        self.stop = "length" if self.limit <= 0 else None
+
+    @property
+    def prompt(self) -> Prompt:
+        """Ids of the prompt."""
+        return self.request.prompt
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt, and those drawn for it."""
+        return len(self.request.prompt) + self.num_drawn
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens in its caches, once it has ended: all but the last, which was not fed."""
+        return len(self.prompt) + len(self.tokens) - (not self.ahead)
+
+    @property
+    def details(self) -> TokenDetails:
+        """What belongs to its tokens besides their log-probs."""
+        top = (tuple(self.top_ids), tuple(self.top_logprobs)) if self.request.sampling.num_top else (None, None)
+        return TokenDetails(tuple(self.forced), tuple(self.filtered_mass) or None, *top)
+
+    def take(self, token: int, logprob: float) -> bool:
+        """Take the next token; returns whether it ends the sequence. One without a finite log-prob is not kept."""
+        if not isfinite(logprob):
+            self.stop, self.keeps_slot = "error", False
+            return True
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.rules.stop_ids:
+            self.stop = "eos"
+        elif self.stop_strings and self._completes_stop_string():
+            self.stop, self.ahead = "eos", self.num_drawn > len(self.tokens)
+        elif len(self.tokens) >= self.limit:
+            self.stop = "length"
+        return self.stop is not None
+
+    def note(self, read: Any, row: int) -> None:
+        """Keep what else was drawn with the token that is taken next; read: `Drawn` as lists."""
+        if read.forced is not None and read.forced[row]:
+            self.forced.append(len(self.tokens))
+        if read.filtered_mass is not None:
+            self.filtered_mass.append(read.filtered_mass[row])
+        if read.top_ids is not None:
+            self.top_ids.append(tuple(read.top_ids[row]))
+            self.top_logprobs.append(tuple(read.top_logprobs[row]))
+
+    def _completes_stop_string(self) -> bool:
+        """Whether a stop string is complete, read from as many last tokens as it can spread over."""
+        if len(self.tokens) <= self.request.sampling.min_tokens:
+            return False
+        reach = 4 * max(map(len, self.stop_strings)) + 4  # a character has up to four bytes, each perhaps a token
+        tail = self.text(self.tokens[-reach:])
+        if not any(string in tail for string in self.stop_strings):
+            return False
+        before = self.text(self.tokens[-reach:-1])  # one that was complete before tokens could end it does not count
+        return any(tail.count(string) > before.count(string) for string in self.stop_strings)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefilledPrompt:
+    """A prompt that was run: its row of caches [n, ...], one a layer, its tokens, and the logits [1, V] after it."""
+
+    caches: list[Any]
+    row: int
+    length: int
+    logits: mx.array
+
+    def arrays(self, layers: Layers) -> list[mx.array]:
+        """Its arrays in a row, [1, ...] each."""
+        pairs = zip(flat(layers), flat(self.caches), strict=True)
+        return [array for layer, cache in pairs for array in layer.row(cache, self.row, self.length)]

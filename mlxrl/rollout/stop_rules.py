@@ -1,0 +1,237 @@
+"""What a sequence may draw, and when it ends: penalties, bans, the thinking budget, stop tokens. Letters: B rows."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import mlx.core as mx
+
+from mlxrl.errors import UserError
+from mlxrl.rollout.draw import Drawn, draw
+from mlxrl.settings import Sampling
+
+if TYPE_CHECKING:
+    from mlxrl.rollout.sequence import Sequence
+
+Processor: TypeAlias = abc.Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """What a compiled step does alike for all its sequences.
+
+    sampling: how they draw; what each has of its own, as `max_tokens`, is left at its default.
+    stop_ids: ids that end a sequence; think_start, think_end: those around a block of thinking, where it has a budget.
+    freeze: whether the states of sequences that are done must not change, because they may be extended.
+    """
+
+    sampling: Sampling
+    stop_ids: tuple[int, ...] = ()
+    think_start: tuple[int, ...] = ()
+    think_end: tuple[int, ...] = ()
+    freeze: bool = False
+
+    @property
+    def thinks(self) -> bool:
+        """Whether thinking has a budget."""
+        return self.sampling.thinking_budget is not None
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether something needs the history."""
+        return self.sampling.penalized or self.thinks
+
+    def opened_by(self, prompt: abc.Sequence[int]) -> bool:
+        """Whether a prompt ends inside a block of thinking."""
+        return bool(self.think_start) and _last(prompt, self.think_start) > _last(prompt, self.think_end)
+
+
+def rules_of(
+    tokenizer: Any, sampling: Sampling, stop_ids: tuple[int, ...] | None = None, freeze: bool = False
+) -> StepRules:
+    """How sequences draw and end with a tokenizer; any of its eos ids is a stop where none are given.
+
+    Raises:
+        UserError: a budget of thinking, and a tokenizer that does not know what thinking is.
+    """
+    ids = tuple(sorted(tokenizer.eos_token_ids)) if stop_ids is None else stop_ids
+    if sampling.thinking_budget is None:
+        return StepRules(_shared(sampling), ids, freeze=freeze)
+    if not tokenizer.has_thinking:
+        why = "the tokenizer has no tokens that begin and end thinking; leave it out"
+        raise UserError("sampling", "thinking_budget", why)
+    start, end = tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens)
+    return StepRules(_shared(sampling), ids, start, end, freeze)
+
+
+@lru_cache
+def _shared(sampling: Sampling) -> Sampling:
+    return replace(sampling, max_tokens=2**31 - 1, stop_strings=(), thinking=None)
+
+
+def _last(ids: abc.Sequence[int], wanted: abc.Sequence[int]) -> int:
+    """Where `wanted` stands last, -1 where it does not."""
+    places = range(len(ids) - len(wanted), -1, -1)
+    return next((place for place in places if tuple(ids[place : place + len(wanted)]) == tuple(wanted)), -1)
+
+
+class Thinking(NamedTuple):
+    """Where thinking has a budget. open: [B] bool, inside a block; spent: [B] int32, tokens of thinking; closing:
+    [B] int32, which token of the end of a block is forced next, -1 for none."""
+
+    open: mx.array
+    spent: mx.array
+    closing: mx.array
+
+
+class State(NamedTuple):
+    """What a step knows of B rows.
+
+    tokens: [B] int32, the last drawn; lengths: [B] int32, tokens in the caches; keys: [B, 2] uint32;
+    drawn, left: [B] int32, tokens drawn and still to be drawn; done: [B] bool;
+    history: [B, C] int32, prompt and drawn tokens, where something looks back at them.
+    """
+
+    tokens: mx.array
+    lengths: mx.array
+    keys: mx.array
+    drawn: mx.array
+    left: mx.array
+    done: mx.array
+    history: mx.array | None = None
+    thinking: Thinking | None = None
+
+
+def initial(sequences: abc.Sequence[Sequence], rules: StepRules, history: int | None) -> State:
+    """The state of sequences whose prompts are in the caches; `history` is its capacity in tokens, None for none."""
+    prompts, zeros = [sequence.prompt for sequence in sequences], mx.zeros((len(sequences),), mx.int32)
+    state = State(
+        zeros,
+        lengths=mx.array([len(prompt) for prompt in prompts], mx.int32),
+        keys=mx.stack([sequence.request.key for sequence in sequences]),
+        drawn=zeros,
+        left=mx.array([sequence.limit for sequence in sequences], mx.int32),
+        done=mx.zeros((len(sequences),), mx.bool_),
+    )
+    if history is not None:
+        padded = [[*prompt, *[0] * (history - len(prompt))] for prompt in prompts]
+        state = state._replace(history=mx.array(padded, mx.int32))
+    if rules.thinks:
+        opened = mx.array([rules.opened_by(prompt) for prompt in prompts])
+        state = state._replace(thinking=Thinking(opened, zeros, zeros - 1))
+    return state
+
+
+def mapped(change: abc.Callable[..., mx.array], *states: Any) -> Any:
+    """The state whose arrays `change` makes of those of others."""
+    if states[0] is None or isinstance(states[0], mx.array):
+        return None if states[0] is None else change(*states)
+    return type(states[0])(*(mapped(change, *parts) for parts in zip(*states, strict=True)))
+
+
+def advance(
+    logits: mx.array, state: State, rules: StepRules, processors: abc.Sequence[Processor] = ()
+) -> tuple[State, Drawn]:
+    """Draw every row's next token from logits [B, V]; returns the state after it, and what was drawn."""
+    thinking, forced = _forced(state.thinking, rules) if state.thinking else (None, None)
+    scores = _scores(logits, state, rules, processors)
+    drawn, keys = draw(logits, state.keys, rules.sampling, scores=scores, forced=forced)
+    if thinking is not None and forced is not None:
+        drawn = drawn._replace(forced=forced >= 0)
+        thinking = _followed(thinking, state, drawn.tokens, forced >= 0, rules)
+    history = state.history
+    if history is not None:
+        history = mx.put_along_axis(history, state.lengths[:, None], drawn.tokens[:, None], axis=1)
+    live = (~state.done).astype(mx.int32)
+    left = state.left - live
+    over = (left <= 0) | ~mx.isfinite(drawn.logprobs)
+    done = state.done | over | _among(drawn.tokens, rules.stop_ids)
+    return State(drawn.tokens, state.lengths, keys, state.drawn + live, left, done, history, thinking), drawn
+
+
+def _among(tokens: mx.array, ids: abc.Sequence[int]) -> mx.array:
+    return (tokens[:, None] == mx.array(list(ids), mx.int32)).any(axis=-1)
+
+
+def _scores(logits: mx.array, state: State, rules: StepRules, processors: abc.Sequence[Processor]) -> mx.array | None:
+    """The logits to draw from where they are not the model's own: mlx-lm's penalties, processors, then bans."""
+    scores = logits.astype(mx.float32)
+    if processors:
+        scores = _processed(scores, state, processors)
+    if rules.sampling.penalized:
+        scores = _penalized(scores, state, rules.sampling)
+    if rules.sampling.min_tokens and rules.stop_ids:
+        early = state.drawn < rules.sampling.min_tokens
+        banned = _among(mx.arange(logits.shape[-1]), rules.stop_ids)
+        scores = mx.where(early[:, None] & banned, -mx.inf, scores)
+    elif not processors and not rules.sampling.penalized:
+        return None
+    return scores
+
+
+def _processed(scores: mx.array, state: State, processors: abc.Sequence[Processor]) -> mx.array:
+    """Call mlx-lm's processors as mlx-lm does, with one row's tokens [T] and its logits [1, V]."""
+    assert state.history is not None
+    rows = [scores[row : row + 1] for row in range(len(scores))]
+    lengths: Any = state.lengths.tolist()
+    for row, length in enumerate(lengths):
+        for processor in processors:
+            rows[row] = processor(state.history[row, :length], rows[row])
+    return mx.concatenate(rows)
+
+
+def _penalized(scores: mx.array, state: State, sampling: Sampling) -> mx.array:
+    """Penalties on the tokens among the last `penalty_context`, the prompt's included.
+
+    repetition (arXiv 1909.05858): a logit above 0 is divided, one below 0 multiplied; presence: subtracted once;
+    frequency: subtracted once for every time.
+    """
+    ids, valid = _recent(state, sampling.penalty_context)
+    if (factor := sampling.repetition_penalty) != 1:
+        own = mx.take_along_axis(scores, ids, axis=-1)
+        scores = mx.put_along_axis(scores, ids, mx.where(own < 0, own * factor, own / factor), axis=-1)
+    if sampling.presence_penalty:
+        own = mx.take_along_axis(scores, ids, axis=-1) - sampling.presence_penalty
+        scores = mx.put_along_axis(scores, ids, own, axis=-1)
+    if sampling.frequency_penalty:
+        rows = mx.arange(len(scores))[:, None]
+        scores = scores.at[rows, ids].subtract(sampling.frequency_penalty * valid)
+    return scores
+
+
+def _recent(state: State, count: int) -> tuple[mx.array, mx.array]:
+    """A row's last tokens [B, count], the latest first, and which of them exist; others repeat the first token."""
+    assert state.history is not None
+    places = state.lengths[:, None] - 1 - mx.arange(count)
+    return mx.take_along_axis(state.history, mx.maximum(places, 0), axis=1), places >= 0
+
+
+def _forced(thinking: Thinking, rules: StepRules) -> tuple[Thinking, mx.array]:
+    """The token that each row must take, -1 for none: those that end thinking, once the budget is spent."""
+    budget = rules.sampling.thinking_budget
+    assert budget is not None
+    begins = thinking.open & (thinking.spent >= budget) & (thinking.closing < 0)
+    closing = mx.where(begins, 0, thinking.closing)
+    ids = mx.array(rules.think_end, mx.int32)[mx.maximum(closing, 0)]
+    return thinking._replace(closing=closing), mx.where(closing >= 0, ids, -1)
+
+
+def _followed(thinking: Thinking, state: State, tokens: mx.array, forced: mx.array, rules: StepRules) -> Thinking:
+    """Follow blocks of thinking as they open and close. All blocks of a completion share the budget."""
+    spent = thinking.spent + (thinking.open & ~forced).astype(mx.int32)
+    closing = mx.where(forced, thinking.closing + 1, -1)
+    closes = _ends_with(state, tokens, rules.think_end)
+    opens = _ends_with(state, tokens, rules.think_start) if rules.think_start else mx.zeros_like(closes)
+    return Thinking((thinking.open & ~closes) | opens, spent, mx.where(closing >= len(rules.think_end), -1, closing))
+
+
+def _ends_with(state: State, tokens: mx.array, ids: abc.Sequence[int]) -> mx.array:
+    """Whether each row's tokens, the one just drawn included, end with `ids`."""
+    ends = tokens == ids[-1]
+    if len(ids) > 1:
+        before, valid = _recent(state, len(ids) - 1)
+        ends = ends & (valid & (before == mx.array(list(ids[-2::-1]), mx.int32))).all(axis=-1)
+    return ends

@@ -1,0 +1,101 @@
+"""Conversations as token ids: prompts through the template, and what a turn adds to a sequence."""
+
+from __future__ import annotations
+
+import pytest
+from worlds import NEWLINE, TRIMMED, words
+
+from mlxrl.errors import UserError
+from mlxrl.rollout.chat import Chat, PromptError, continue_chat, render, start_chat
+from mlxrl.types import Task
+from models import TEMPLATE, tokenizer
+
+
+def said(tok, text, *end):
+    return (*tok.encode(text, add_special_tokens=False), *(tok.convert_tokens_to_ids(token) for token in end))
+
+
+def added(tok, reply, *, observation="more", stop_ids=None, thinking=None):
+    start = start_chat(tok, "hi", thinking)
+    stop_ids = sorted(tok.eos_token_ids) if stop_ids is None else stop_ids
+    return start.ids, continue_chat(tok, start, reply, stop_ids, observation)
+
+
+def test_rendering_uses_the_template_and_its_thinking_switch():
+    tok = tokenizer()
+    open_, closed = render(tok, Task("hi")), render(tok, Task("hi"), thinking=False)
+    assert tok.decode(open_) == "<user>hi<end><assistant><think>"
+    assert tok.decode(closed) == "<user>hi<end><assistant><think></think>"
+    chat = Task(({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}))
+    assert tok.decode(render(tok, chat)).startswith("<system>be brief<end><user>hi<end>")
+
+
+def test_prompts_that_cannot_be_rendered_are_a_line():
+    bare = tokenizer()
+    bare.has_chat_template = False
+    with pytest.raises(UserError, match=r"^prompt: '' has no tokens$"):
+        render(bare, Task(""))
+    with pytest.raises(
+        PromptError, match=r"^prompt: the tokenizer has no chat template; wanted a string, got messages$"
+    ):
+        render(bare, Task(({"role": "user", "content": "hi"},)))
+    refusing = words("{{ raise_exception('no\nsystem') }}")
+    with pytest.raises(PromptError, match=r"^prompt 'hi': the chat template refuses it: no system$"):
+        render(refusing, Task("hi"))
+
+
+def test_a_sampled_stop_token_of_the_template_is_not_written_twice():
+    """And what a template writes after it is: then the sequence is the rendering of the whole conversation."""
+    tok = words()
+    prompt, turn = added(tok, said(tok, "yes", "<end>"))
+    assert tok.decode(turn.ids) == "\n<user>more<end>\n<assistant>"
+    chat = [{"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("user", "more"))]
+    assert (*prompt, *said(tok, "yes", "<end>"), *turn.ids) == render(tok, Task(tuple(chat)))
+    assert not turn.history_rewritten
+    again = continue_chat(tok, turn, said(tok, "no", "<end>"), sorted(tok.eos_token_ids), "last")
+    assert tok.decode(again.ids) == "\n<user>last<end>\n<assistant>"
+    assert again.messages[3]["content"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "end", "wanted"),
+    [
+        (NEWLINE, "yes", (), "<end>\n<user>more<end>\n<assistant>"),  # cut, or ended by a stop string
+        (NEWLINE, "yes", ("<eos>",), "<end>\n<user>more<end>\n<assistant>"),  # a stop that the template does not write
+        (NEWLINE, "", ("<end>",), "\n<user>more<end>\n<assistant>"),
+        (NEWLINE, " yes \n", ("<end>",), "\n<user>more<end>\n<assistant>"),
+        (NEWLINE, " yes \n", (), "<end>\n<user>more<end>\n<assistant>"),
+        (TRIMMED, " yes \n", ("<end>",), "<user>more <end><assistant>"),
+        (TRIMMED, "yes", (), " <end><user>more <end><assistant>"),
+        (NEWLINE, "a<think>b", ("<end>",), "\n<user>more<end>\n<assistant>"),
+    ],
+)
+def test_what_stands_after_a_reply_is_appended(template, reply, end, wanted):
+    tok = words(template, ("<end>", "<eos>"))
+    _, turn = added(tok, said(tok, reply, *end))
+    assert (tok.decode(turn.ids), turn.history_rewritten) == (wanted, False)
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_a_rewritten_history_is_a_whole_new_prompt(thinking):
+    """The prompt opens a block of thinking, or closes it, which is dropped once there is a further message."""
+    tok = words(TEMPLATE)
+    _, turn = added(tok, said(tok, "hm</think>yes", "<end>"), thinking=thinking)
+    chat = [{"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "hm</think>yes"), ("user", "more"))]
+    assert turn.history_rewritten
+    assert turn.ids == render(tok, Task(tuple(chat)), thinking=thinking)
+
+
+def test_observations_may_be_messages():
+    tok = words()
+    messages = [{"role": "system", "content": "result"}, {"role": "user", "content": "go on"}]
+    _, turn = added(tok, said(tok, "yes", "<end>"), observation=messages)
+    assert tok.decode(turn.ids) == "\n<system>result<end>\n<user>go on<end>\n<assistant>"
+
+
+def test_without_a_template_the_text_is_appended():
+    tok = words(None)
+    turn = continue_chat(tok, Chat(), said(tok, "yes", "<eos>"), [2], "more")
+    assert (tok.decode(turn.ids), turn.history_rewritten) == ("more", False)
+    with pytest.raises(PromptError, match="no chat template; wanted a string, got messages"):
+        continue_chat(tok, Chat(), said(tok, "yes"), [2], [{"role": "user", "content": "more"}])

@@ -1,0 +1,229 @@
+"""An environment is user code: what it answers is checked, and what goes wrong in it is a line."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from worlds import TASKS, Counting, play, speaker
+
+from mlxrl import algo
+from mlxrl.plugins import Copying
+from mlxrl.rewards import score
+from mlxrl.rollout import episodes
+from mlxrl.rollout.environment import EnvironmentHandle, EpisodeError, earns
+from mlxrl.show.row import row as shown
+from mlxrl.train.loop import Step
+from mlxrl.train.batch import pack
+from mlxrl.types import Environment, Feedback, Task
+
+
+class Failing(Counting):
+    """Fails as its task says, in its second turn."""
+
+    closed = threading.Semaphore(0)
+
+    def reset(self, task):
+        if task.prompt == "reset":
+            raise RuntimeError("no\nworld")
+        return {"prompt": 3}.get(task.prompt, super().reset(task))
+
+    def step(self, reply):
+        feedback = super().step(reply)
+        if self.turn < 2:
+            return feedback
+        return {
+            "raise": lambda: 1 / 0, "hang": lambda: time.sleep(60), "exit": sys.exit, "text": lambda: "fine",
+            "reward": lambda: replace(feedback, reward=math.nan), "state": lambda: replace(feedback, state=[]),
+            "large": lambda: replace(feedback, reward=1e308), "odd": lambda: replace(feedback, state=Odd()),
+            "done": lambda: replace(feedback, done=1), "invalid": lambda: replace(feedback, invalid="no"), "mute": mute,
+            "content": lambda: replace(feedback, observation=({"role": "user", "content": Mute()},)),
+        }.get(self.task.prompt, lambda: feedback)()  # fmt: skip
+
+    def close(self):
+        self.closed.release()
+
+
+FAULTS = {
+    "reset": "reset: RuntimeError: no world",
+    "prompt": "reset: TypeError: wanted a text or a list of messages as reset, got 3",
+    "raise": "step: ZeroDivisionError: division by zero",
+    "hang": "step: no answer in 0.3 s",
+    "exit": "step: SystemExit",
+    "text": 'step: TypeError: wanted a Feedback, got "fine"',
+    "reward": "step: TypeError: wanted a number from -1e+30 to 1e+30 as reward, got NaN",
+    "large": "step: TypeError: wanted a number from -1e+30 to 1e+30 as reward, got 1e+308",
+    "state": "step: TypeError: state: wanted a hashable value, such as a tuple, got list",
+    "odd": "step: RuntimeError: not comparable",
+    "done": "step: TypeError: done: wanted True or False, got 1",
+    "invalid": 'step: TypeError: invalid: wanted True or False, got "no"',
+    "mute": "step: Mute: its message cannot be shown",
+    "content": "step: KeyError",
+}
+
+
+class Odd:
+    def __hash__(self):
+        return 1
+
+    def __eq__(self, other):
+        raise RuntimeError("not comparable")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError
+
+
+def mute():
+    raise Mute
+
+
+def test_one_that_fails_ends_its_own_episode():
+    p, tasks = speaker(), [Task("good"), *map(Task, FAULTS)]
+    groups = play(p, Failing, tasks=tasks, max_turns=3, timeout=0.3)
+    for group in groups[1:]:
+        name = group[0].task.prompt
+        for one in group:
+            assert (one.stop, one.error) == ("error", FAULTS[name])
+            assert math.isnan(one.reward)
+            assert len(one.turns) == (0 if name in ("reset", "prompt") else 2)
+    assert all(len(one.turns) == 3 and not one.error and one.reward > 0 for one in groups[0])
+    for _ in range(2 * len(tasks)):
+        assert Failing.closed.acquire(timeout=5)
+    assert not Failing.closed.acquire(blocking=False)
+    groups = score(groups)
+    metrics = Step(0, {}, groups).metrics
+    assert metrics["episodes/errors"] == 28
+    assert (metrics["episodes/error"], metrics["episodes/close_errors"]) == (FAULTS["reset"], 0)
+    assert (metrics["stops/error"], metrics["reward/failed"]) == (28 / 30, 0)
+    for recipe in (algo.rloo(), algo.grpo(), algo.gigpo()):
+        assert {row for part in pack(groups, recipe) for row in part.trajectories} <= {0, 1}
+
+
+def test_where_all_fail_it_is_said_in_a_line():
+    with pytest.raises(
+        EpisodeError, match=r"^environment: failed in each of 2 episodes: reset: RuntimeError: no world$"
+    ):
+        play(speaker(), Failing, tasks=[Task("reset")])
+
+    def broken():
+        raise OSError("no display")
+
+    with pytest.raises(EpisodeError, match="failed in each of 6 episodes: reset: OSError: no display"):
+        play(speaker(), broken)
+
+
+class Bare:
+    tools = ()
+
+    def reset(self, task):
+        return task.prompt
+
+    def step(self, reply):
+        return Feedback(done=True)
+
+
+class Unlocked(Bare):
+    @property
+    def close(self):
+        raise OSError("no door")
+
+
+class Offering(Bare):
+    tools = (object(),)
+
+
+@pytest.mark.parametrize(
+    ("factory", "error"),
+    [
+        (lambda: 5, "reset: TypeError: the factory gave 5; wanted an object with reset and step"),
+        (lambda: "m:Maze", 'reset: TypeError: the factory gave "m:Maze"; wanted an object with reset and step'),
+        (Unlocked, "reset: OSError: no door"),
+        (Offering, 'reset: TypeError: tools: wanted schemas of functions, got "<object'),
+    ],
+)
+def test_what_is_no_environment_is_said_in_a_line(factory, error):
+    with pytest.raises(EpisodeError) as caught:
+        play(speaker(), factory)
+    assert f"failed in each of 6 episodes: {error}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_episodes_share_neither_task_nor_arguments():
+    """Each finds 3 doors in its task, and 2 walls in its arguments; what is scored is the task that was given."""
+
+    found = []
+
+    class Taker(Bare):
+        def __init__(self, walls):
+            self.walls = walls
+
+        def reset(self, task):
+            found.append((len(task.columns["doors"]), len(self.walls), task.prompt[0]["content"]))
+            task.columns["doors"].pop()
+            task.columns["more"] = self.walls.pop()
+            task.prompt[0]["content"] = "?"
+            return task.prompt
+
+    task = Task(({"role": "user", "content": "go"},), {"doors": [1, 2, 3]})
+    walls = [1, 2]
+    (group,) = play(speaker(), Copying(Taker, walls=walls), tasks=[task], group_size=3)
+    assert found == [(3, 2, "go")] * 3
+    assert all(one.task is task for one in group)
+    assert (task, walls) == (Task(({"role": "user", "content": "go"},), {"doors": [1, 2, 3]}), [1, 2])
+
+
+def test_what_fails_or_hangs_in_closing_is_said_and_not_waited_for_again(monkeypatch):
+    """While one of an earlier rollout hangs, 0.2 s are all that others get."""
+    monkeypatch.setattr(episodes, "PATIENCE", 0.6)
+    free = threading.Event()
+
+    class Stuck(Bare):
+        def close(self):
+            free.wait(60)
+
+    class Torn(Bare):
+        def close(self):
+            raise OSError("gone")
+
+    def metrics(factory):
+        return Step(0, {}, play(p, factory, tasks=TASKS[:1])).metrics
+
+    p = speaker()
+    assert metrics(Bare)["episodes/close_errors"] == 0
+    torn = metrics(Torn)
+    assert (torn["episodes/close_errors"], torn["episodes/close_error"]) == (2, "close: OSError: gone")
+    assert shown(torn, 1, 1, []).warnings == ("2 environments could not be closed, the first: close: OSError: gone",)
+    assert metrics(Stuck)["episodes/close_error"] == "close: no answer in 0.6 s"
+    assert metrics(Stuck)["episodes/close_error"] == "close: no answer in 0.2 s"
+    free.set()
+    while any(thread.name == episodes.CLOSING for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert metrics(Torn)["episodes/close_error"] == "close: OSError: gone"
+
+
+class Defaults(Environment):
+    """What inherits the base class says what it has of its own."""
+
+    stop = ("!",)
+
+    def reset(self, task):
+        return task.prompt
+
+    def step(self, reply):
+        return Feedback(done=True)
+
+
+def test_the_base_class_has_the_defaults_and_is_not_needed():
+    for kind, stop in ((Defaults, ("!",)), (Bare, ())):
+        handle = EnvironmentHandle(kind, Task("go"))
+        assert handle.reset() == "go"
+        assert (handle.stop, handle.special_tokens, handle.tools) == (stop, False, ())
+        assert handle.step("!").done
+    assert earns(Defaults)
+    assert not earns(None)
