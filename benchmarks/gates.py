@@ -177,11 +177,8 @@ def steps_of(policy: Any, tasks: Any, algorithm: Any, options: Mapping[str, Any]
     rate = given.pop("learning_rate")
     if not hasattr(rl, "Rollout"):
         given["sampling"] = rl.Sampling(max_tokens=given.pop("max_tokens"))
-        if hasattr(rl, "EpisodeLimits") and "max_turns" in given:
-            given["limits"] = rl.EpisodeLimits(max_turns=given.pop("max_turns"))
-        made = optimizer.optimizer("adamw", rate)
-        loop = rl.run if hasattr(rl, "run") else rl.train
-        return loop(policy, tasks, algorithm, steps=STEPS, optimizer=made, **given)
+        made = importlib.import_module("mlxrl.train.optimizer").optimizer("adamw", rate)
+        return rl.train(policy, tasks, algorithm, steps=STEPS, optimizer=made, **given)
     tables = {
         "rollout": rl.Rollout(**{name: given.pop(name) for name in ("tasks_per_step", "group_size", "max_rows")}),
         "sampling": rl.Sampling(max_tokens=given.pop("max_tokens")),

@@ -22,20 +22,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
+
 from machine import machine
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from mlx_lm.models import llama, qwen3, qwen3_5, qwen3_moe  # noqa: E402
+from mlxrl.policy.files import Files  # noqa: E402
+from mlxrl.policy.shapes import model_of  # noqa: E402
 
 from mlxrl import config  # noqa: E402
 from mlxrl.algo.recipes import dr_grpo  # noqa: E402
 from mlxrl.cli.plan import Plan  # noqa: E402
 from mlxrl.config import tables  # noqa: E402
-from mlxrl.policy.files import Files  # noqa: E402
 from mlxrl.policy.policy import as_policy  # noqa: E402
-from mlxrl.policy.shapes import model_of  # noqa: E402
 from mlxrl.rollout.episodes import rollout  # noqa: E402
 from mlxrl.settings import LoRA, Sampling  # noqa: E402
 from mlxrl.train.batch import pack  # noqa: E402

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
 from machine import machine
 
 ROOT = Path(__file__).parent.parent
@@ -40,10 +41,10 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.models.gated_delta import gated_delta_ops  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
 
-from mlxrl.policy.lora import LoRA  # noqa: E402
 from mlxrl.policy.gated_delta import gated_delta  # noqa: E402
-from mlxrl.policy.policy import Policy, load, policy  # noqa: E402
+from mlxrl.policy.lora import LoRA  # noqa: E402
 from mlxrl.policy.modes import decoding  # noqa: E402
+from mlxrl.policy.policy import Policy, load, policy  # noqa: E402
 from mlxrl.rollout.compiled_step import DecodeSession, Slots  # noqa: E402
 from mlxrl.rollout.draw import Drawn, key_of, sequence_keys  # noqa: E402
 from mlxrl.rollout.engine import Engine  # noqa: E402

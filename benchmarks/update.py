@@ -32,6 +32,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+
 from machine import machine
 
 ROOT = Path(__file__).parent.parent
@@ -47,8 +48,8 @@ from mlxrl.policy.logprobs import logprobs  # noqa: E402
 from mlxrl.policy.modes import training  # noqa: E402
 from mlxrl.policy.policy import Policy, as_policy, load  # noqa: E402
 from mlxrl.settings import LoRA, Sampling  # noqa: E402
-from mlxrl.train.loop import train  # noqa: E402
 from mlxrl.train.batch import pack  # noqa: E402
+from mlxrl.train.loop import train  # noqa: E402
 from mlxrl.train.update import gradient  # noqa: E402
 from mlxrl.types import Group, Logprobs, MicroBatch, Task, Trajectory, Turn  # noqa: E402
 from models import dense, ready, tokenizer  # noqa: E402

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers import a_policy, close, length, micro_batch
 
+from helpers import a_policy, close, length, micro_batch
 from mlxrl import algo, types
 from mlxrl.algo import KL
 from mlxrl.algo.algorithm import at_step, comparison_of, not_predicted, num_top
@@ -35,7 +35,9 @@ def test_effective_sample_size() -> None:
         name: max(p[name] for p in parts) if name.endswith("_max") else sum(p[name] for p in parts) for name in parts[0]
     }
     shown = algo.finish(added)
-    close([shown["sampling/ess"], shown["ratio/mean"], shown["sampling/importance_sampling_ratio/max"]], [0.9, 1.0, 2.0])
+    close(
+        [shown["sampling/ess"], shown["ratio/mean"], shown["sampling/importance_sampling_ratio/max"]], [0.9, 1.0, 2.0]
+    )
     # |log 2| / 2 over the computed tokens; the advantage's size over all four
     close([shown["sampling/sampling_logp_difference/mean"], shown["advantages/abs_mean"]], [math.log(2) / 2, 0.5])
 

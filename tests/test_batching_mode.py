@@ -9,9 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+
 from families import FAMILIES, family, table
 from helpers import RAGGED, alone, decode, requests
-
 from mlxrl.policy.policy import policy
 from mlxrl.rollout.batching_mode import check, mode_of
 from mlxrl.rollout.engine import Engine

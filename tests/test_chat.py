@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from worlds import NEWLINE, TRIMMED, words
 
 from mlxrl.errors import UserError
 from mlxrl.rollout.chat import Chat, PromptError, continue_chat, render, start_chat
 from mlxrl.types import Task
 from models import TEMPLATE, tokenizer
+from worlds import NEWLINE, TRIMMED, words
 
 
 def said(tok, text, *end):

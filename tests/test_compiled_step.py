@@ -7,9 +7,9 @@ import weakref
 
 import mlx.core as mx
 import pytest
-from helpers import GREEDY, RAGGED, counted, decode, requests
 from mlx.utils import tree_flatten
 
+from helpers import GREEDY, RAGGED, counted, decode, requests
 from mlxrl.policy.policy import policy
 from mlxrl.rollout.batching_mode import mode_of
 from mlxrl.rollout.compiled_step import DecodeSession, Slots

@@ -8,13 +8,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import MAZE, MINIMAL
+from mlxrl.config.tables import Config
 
+from helpers import MAZE, MINIMAL
 from mlxrl import algo, config
 from mlxrl.algo.conventions import CONVENTIONS
 from mlxrl.algo.table import RECIPES
 from mlxrl.config import ConfigError
-from mlxrl.config.tables import Config
 
 PACKAGE = Path(config.__file__).parents[1]
 

@@ -13,17 +13,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from helpers import a_policy, made
 
+from helpers import a_policy, made
 from mlxrl.algo.recipes import grpo
 from mlxrl.algo.terms import KL
 from mlxrl.policy import logprobs as module
 from mlxrl.policy.policy import Policy
 from mlxrl.settings import Sampling
-from mlxrl.train.loop import train
 from mlxrl.train.batch import pack
-from mlxrl.train.update import update
 from mlxrl.train.gradient import units
+from mlxrl.train.loop import train
+from mlxrl.train.update import update
 from mlxrl.types import Batch, Task
 from models import dense
 

@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from helpers import a_policy, flat
 
+from helpers import a_policy, flat
 from mlxrl import algo
 from mlxrl.rollout.draw import fold
 from mlxrl.settings import Sampling
-from mlxrl.train.resample import draw, draw_key, further_tasks
 from mlxrl.train.loop import train
+from mlxrl.train.resample import draw, draw_key, further_tasks
 from mlxrl.types import Task, Trajectory
 
 TASKS = [Task(name) for name in "abcdefghijklmnop"]

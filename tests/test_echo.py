@@ -13,20 +13,20 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from environments.maze import Maze, maze_tasks
-from helpers import MAZE, MINIMAL, a_policy, assert_same_gradient, close, flat, made
+from mlxrl.rollout.turns import go_on, open_chat
 
+from helpers import MAZE, MINIMAL, a_policy, assert_same_gradient, close, flat, made
 from mlxrl import algo, config
 from mlxrl.algo import Echo
 from mlxrl.algo.algorithm import at_step, not_predicted
 from mlxrl.algo.echo import without_special_ids
 from mlxrl.policy.logprobs import logprobs
-from mlxrl.rollout.turns import go_on, open_chat
 from mlxrl.settings import Sampling
-from mlxrl.train.loop import train
 from mlxrl.train.batch import pack
+from mlxrl.train.loop import train
 from mlxrl.train.minibatches import parts
-from mlxrl.train.update import fill, gradient, update
 from mlxrl.train.teacher import Teacher
+from mlxrl.train.update import fill, gradient, update
 from mlxrl.types import Group, Logprobs, MicroBatch, TokenDetails, Totals, Trajectory, Turn
 from models import dense, hybrid, moe, tokenizer
 

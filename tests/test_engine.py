@@ -9,12 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers import BARE, GREEDY, RAGGED, alone, counted, decode, decoded, moved, requests
 
+from helpers import BARE, GREEDY, RAGGED, alone, counted, decode, decoded, moved, requests
 from mlxrl.errors import UserError
 from mlxrl.policy.lora import LoRA, without_adapters
-from mlxrl.policy.policy import policy
 from mlxrl.policy.modes import decoding
+from mlxrl.policy.policy import policy
 from mlxrl.rollout.batching_mode import mode_of
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine

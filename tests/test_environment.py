@@ -9,17 +9,17 @@ import time
 from dataclasses import replace
 
 import pytest
-from worlds import TASKS, Counting, play, speaker
+from mlxrl.show.row import row as shown
 
 from mlxrl import algo
 from mlxrl.plugins import Copying
 from mlxrl.rewards import score
 from mlxrl.rollout import episodes
 from mlxrl.rollout.environment import EnvironmentHandle, EpisodeError, earns
-from mlxrl.show.row import row as shown
-from mlxrl.train.loop import Step
 from mlxrl.train.batch import pack
+from mlxrl.train.loop import Step
 from mlxrl.types import Environment, Feedback, Task
+from worlds import TASKS, Counting, play, speaker
 
 
 class Failing(Counting):

@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from helpers import a_policy
-
-import mlxrl as rl
-from mlxrl import algo
 from mlxrl.environments import GuessingGame, Maze, guessing_tasks, maze_tasks, write
 from mlxrl.environments.calculator import calculate, calculator
 from mlxrl.environments.maze import MOVES, beyond, distance, named, placed
+
+import mlxrl as rl
+from helpers import a_policy
+from mlxrl import algo
 from mlxrl.rollout.sample import sample
 from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.types import Feedback, Task

@@ -9,23 +9,23 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import counted
 from mlx.utils import tree_flatten
-from worlds import NEWLINE, SHORT, TASKS, Counting, every, play, speaker
+from mlxrl.show.row import row as shown
 
+from helpers import counted
 from mlxrl import algo
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.rewards import score
 from mlxrl.rollout import sample as module
 from mlxrl.rollout.sample import sample
 from mlxrl.settings import EpisodeLimits, Sampling
-from mlxrl.show.row import row as shown
 from mlxrl.train import loop
-from mlxrl.train.evaluate import evaluate
 from mlxrl.train.batch import minibatch, pack, rows_of, with_prompt
+from mlxrl.train.evaluate import evaluate
 from mlxrl.train.update import gradient
 from mlxrl.types import Feedback, Task
 from models import TEMPLATE, dense, hybrid, moe
+from worlds import NEWLINE, SHORT, TASKS, Counting, every, play, speaker
 
 MODELS = [dense, hybrid, moe]
 

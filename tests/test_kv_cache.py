@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from helpers import RAGGED
-
-from mlxrl.policy.policy import policy
 from mlxrl.policy.room import capacity_for
+
+from helpers import RAGGED
+from mlxrl.policy.policy import policy
 from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache
 from mlxrl.rollout.kv_layers import layers_of
 from mlxrl.rollout.prefill import prefill

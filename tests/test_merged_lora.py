@@ -6,13 +6,13 @@ import contextlib
 
 import mlx.core as mx
 import pytest
-from helpers import moved
 from mlx_lm.tuner.lora import LoRALinear
 
+from helpers import moved
 from mlxrl.policy.lora import LoRA
-from mlxrl.policy.policy import policy
 from mlxrl.policy.merged_lora import MergedLinear
 from mlxrl.policy.modes import decoding
+from mlxrl.policy.policy import policy
 from models import dense, hybrid, moe, tokenizer
 
 

@@ -7,14 +7,14 @@ from itertools import pairwise
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+
 from helpers import a_policy, assert_same_gradient, made, with_tasks
 from helpers import rows as chosen
-
 from mlxrl.algo.recipes import grpo, opd
 from mlxrl.train.batch import PASS, SHARE_FROM, _cuts, pack
-from mlxrl.train.update import fill, gradient, update
-from mlxrl.train.teacher import Teacher
 from mlxrl.train.gradient import units
+from mlxrl.train.teacher import Teacher
+from mlxrl.train.update import fill, gradient, update
 from mlxrl.types import Batch
 from models import dense
 

@@ -10,19 +10,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from helpers import CONFIG, EXAMPLE, JUDGE, MAZE, made
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3, qwen3_5, qwen3_moe
+from mlxrl.policy.files import files_of
+from mlxrl.policy.memory import Work, parts
+from mlxrl.policy.shapes import Uncovered, model_of
 
+from helpers import CONFIG, EXAMPLE, JUDGE, MAZE, made
 from mlxrl.algo.recipes import dr_grpo
 from mlxrl.cli import main
 from mlxrl.cli.plan import fitted, limited, plan_of
 from mlxrl.config import read
 from mlxrl.data import tasks
-from mlxrl.policy.files import files_of
-from mlxrl.policy.memory import Work, parts
 from mlxrl.policy.policy import as_policy
-from mlxrl.policy.shapes import Uncovered, model_of
 from mlxrl.settings import LoRA
 from mlxrl.train.batch import pack, widest
 from mlxrl.train.update import update

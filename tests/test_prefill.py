@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers import alone, counted, decode, requests
 
+from helpers import alone, counted, decode, requests
 from mlxrl.policy.policy import policy
 from mlxrl.rollout.prefill import WORTH, shared_prefix
 from models import dense, hybrid, moe, tokenizer

@@ -30,7 +30,9 @@ def test_two_steps_on_a_real_model(tmp_path):
     assert len(lines) == 2
     assert all(line["updates/skipped"] == 0 for line in lines)
     assert max(line["grad_norm"] for line in lines) > 0
-    assert max(line["sampling/sampling_logp_difference/mean"] for line in lines) < 1e-3  # the sampler and the trainer agree
+    assert (
+        max(line["sampling/sampling_logp_difference/mean"] for line in lines) < 1e-3
+    )  # the sampler and the trainer agree
     assert 0 < max(line["reward"] for line in lines) < 1
     evaluation = json.loads((tmp_path / "run/evaluation.json").read_text())
     assert evaluation["before"]["n"] == evaluation["after"]["n"] == 8
@@ -47,9 +49,10 @@ def test_it_knows_the_capital_of_france():
 
 
 def test_the_plan_counts_the_prompts_that_a_run_renders():
+    from mlxrl.cli.prompts import longest_prompt
+
     from mlxrl import config
     from mlxrl.cli import compose
-    from mlxrl.cli.prompts import longest_prompt
     from mlxrl.policy import gguf
     from mlxrl.rollout.chat import render
 

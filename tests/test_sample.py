@@ -10,16 +10,15 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import moved
 from mlx.utils import tree_flatten
-from worlds import SHORT, TASKS, Counting, every, play, speaker
 
+from helpers import moved
 from mlxrl import algo
 from mlxrl.errors import UserError
-from mlxrl.policy.lora import LoRA
-from mlxrl.policy.policy import policy
 from mlxrl.policy.logprobs import logprobs
+from mlxrl.policy.lora import LoRA
 from mlxrl.policy.merged_lora import MergedLinear
+from mlxrl.policy.policy import policy
 from mlxrl.rewards import score
 from mlxrl.rollout.sample import Interrupted, sample
 from mlxrl.settings import EpisodeLimits, Sampling
@@ -27,6 +26,7 @@ from mlxrl.train.batch import pack
 from mlxrl.train.update import gradient
 from mlxrl.types import MicroBatch, Task
 from models import dense, hybrid, moe, tokenizer
+from worlds import SHORT, TASKS, Counting, every, play, speaker
 
 MODELS = [dense, hybrid, moe]
 

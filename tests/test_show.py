@@ -6,10 +6,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
-
 from mlxrl.show import text
-from mlxrl.console import Console
 from mlxrl.show.row import HEADING, direction, row
+
+from mlxrl.console import Console
 from mlxrl.types import Task, Trajectory, Turn
 
 METRICS = {

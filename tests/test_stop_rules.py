@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import GREEDY, RAGGED, decode, requests
 from mlx_lm.sample_utils import make_logits_processors
 
+from helpers import GREEDY, RAGGED, decode, requests
 from mlxrl.errors import UserError
 from mlxrl.policy.lora import LoRA
 from mlxrl.policy.policy import policy

@@ -10,17 +10,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import MAZE, MINIMAL, a_policy
 
+from helpers import MAZE, MINIMAL, a_policy
 from mlxrl import algo, config
 from mlxrl.policy.policy import as_policy
-from mlxrl.rollout.episodes import rollout
 from mlxrl.rollout.environment import EpisodeError, prepare
+from mlxrl.rollout.episodes import rollout
 from mlxrl.settings import Sampling
 from mlxrl.tools import Tools, parser_of
+from mlxrl.train.batch import pack
 from mlxrl.train.evaluate import evaluate
 from mlxrl.train.loop import train
-from mlxrl.train.batch import pack
 from mlxrl.types import Task
 from models import TEMPLATE, dense, tokenizer
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from helpers import a_policy, assert_same_gradient, flat, length, made
 
+from helpers import a_policy, assert_same_gradient, flat, length, made
 from mlxrl.algo.recipes import dr_grpo, grpo, rloo
 from mlxrl.algo.terms import KL
 from mlxrl.policy.logprobs import logprobs
@@ -18,8 +18,8 @@ from mlxrl.policy.modes import training
 from mlxrl.policy.policy import Policy
 from mlxrl.rollout.episodes import rollout
 from mlxrl.settings import Sampling
-from mlxrl.train.loop import Diverged, train
 from mlxrl.train.batch import SHARE_FROM, pack
+from mlxrl.train.loop import Diverged, train
 from mlxrl.train.update import fill, gradient, update
 from mlxrl.types import Group, MicroBatch, Task, Trajectory
 from models import dense, hybrid, moe

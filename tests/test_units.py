@@ -7,16 +7,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+
 from families import family
 from helpers import a_policy, assert_same_gradient, flat, made
-
 from mlxrl.algo.recipes import grpo
 from mlxrl.algo.terms import KL
 from mlxrl.policy.policy import Policy
 from mlxrl.train import pack as packing
 from mlxrl.train.batch import pack
-from mlxrl.train.update import fill, gradient
 from mlxrl.train.gradient import units
+from mlxrl.train.update import fill, gradient
 from mlxrl.types import Batch
 from models import dense, hybrid, moe
 

@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from helpers import a_policy, assert_same_gradient, flat, length, made
 from mlx.utils import tree_map
 
+from helpers import a_policy, assert_same_gradient, flat, length, made
 from mlxrl import algo
 from mlxrl.algo.credit import Whiten
 from mlxrl.algo.recipes import dapo, gigpo, grpo, opd, reinforce_pp
@@ -350,4 +350,9 @@ def test_the_gap_is_always_reported():
     assert metrics["sampling/ess"] == pytest.approx(5.5**2 / (5 * (4 + 1 + 0.25 + 1 + 1)), rel=1e-4)
     assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(2.0, rel=1e-4)
     assert "sampling/weight_mean" not in metrics
-    assert {"sampling/sampling_logp_difference/mean", "sampling/kl", "sampling/ess", "sampling/importance_sampling_ratio/max"} <= steps(algo.gspo())[0].metrics.keys()
+    assert {
+        "sampling/sampling_logp_difference/mean",
+        "sampling/kl",
+        "sampling/ess",
+        "sampling/importance_sampling_ratio/max",
+    } <= steps(algo.gspo())[0].metrics.keys()

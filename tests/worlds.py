@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers import moved
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from helpers import moved
 from mlxrl.policy.lora import LoRA
 from mlxrl.policy.policy import Policy, policy
 from mlxrl.rollout.sample import sample
