@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
+
 from machine import machine
 
 ROOT = Path(__file__).parent.parent

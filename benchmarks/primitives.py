@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+
 from machine import machine
 
 ROWS, HIDDEN, INSIDE, HEADS, KEY_HEADS, WIDTH, ROOM, VOCABULARY = 32, 576, 1536, 9, 3, 64, 96, 49152

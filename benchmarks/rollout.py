@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
 from machine import machine
 
 ROOT = Path(__file__).parent.parent

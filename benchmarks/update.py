@@ -32,6 +32,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+
 from machine import machine
 
 ROOT = Path(__file__).parent.parent

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from helpers import moved
 from mlx_lm.models import falcon_h1, gpt_oss, kimi_linear, mamba2, nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 
+from helpers import moved
 from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.settings import LoRA
 from models import moe, ready, tokenizer

@@ -9,8 +9,7 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "examples"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import shapes
-
 import mlxrl.algo
+import shapes
 
 WATCHED = shapes.watch(mlxrl.algo)

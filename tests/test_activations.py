@@ -6,10 +6,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers import assert_same_gradient, calls, minibatch, moved
 from mlx_lm.models import activations as theirs
 from mlx_lm.models import qwen3, switch_layers
 
+from helpers import assert_same_gradient, calls, minibatch, moved
 from mlxrl.policy import activations as ours
 from mlxrl.policy.activations import memory_efficient, swiglu, swiglu_keeping
 from mlxrl.policy.logprobs import logprobs

@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 import pytest
-from helpers import a_policy
 
+from helpers import a_policy
 from mlxrl.rollout.episodes import rollout
 from mlxrl.settings import Sampling
 from mlxrl.types import Feedback, Task

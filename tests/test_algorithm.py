@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers import a_policy, close, length, micro_batch
 
+from helpers import a_policy, close, length, micro_batch
 from mlxrl import algo, types
 from mlxrl.algo import KL
 from mlxrl.algo.algorithm import at_step, comparison_of, not_predicted, num_top

@@ -6,6 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
+from mlx.utils import tree_flatten
+
 from architectures import (
     EVERY,
     GATED,
@@ -16,8 +18,6 @@ from architectures import (
     windowed_moe,
 )
 from helpers import by_hand, calls, made, minibatch
-from mlx.utils import tree_flatten
-
 from mlxrl.algo.recipes import grpo
 from mlxrl.algo.terms import KL
 from mlxrl.policy import gated_delta

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from helpers import CONFIG, EXAMPLE, JUDGE, ROOT
 from mlx.utils import tree_flatten, tree_map
 
+from helpers import CONFIG, EXAMPLE, JUDGE, ROOT
 from mlxrl.cli import main
 from mlxrl.files import read_lines
 from mlxrl.policy.policy import load

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers import alone
 
+from helpers import alone
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.common import WORTH, beginning
 from mlxrl.rollout.decode import Loop

@@ -8,8 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import MAZE, MINIMAL
 
+from helpers import MAZE, MINIMAL
 from mlxrl import algo, config
 from mlxrl.algo.conventions import CONVENTIONS
 from mlxrl.algo.table import RECIPES

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from helpers import a_policy, made
 
+from helpers import a_policy, made
 from mlxrl.algo.recipes import grpo
 from mlxrl.algo.terms import KL
 from mlxrl.policy import logprobs as module

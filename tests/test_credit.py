@@ -8,14 +8,14 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import attempt, close, group
-from oracles import extra
 
+from helpers import attempt, close, group
 from mlxrl import algo
 from mlxrl.algo import advantages
 from mlxrl.algo.credit import Whiten
 from mlxrl.algo.terms import reward_to_go
 from mlxrl.types import TokenDetails, Trajectory, Turn
+from oracles import extra
 
 NAN = float("nan")
 

@@ -11,9 +11,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from helpers import HINT, a_policy, assert_same_gradient, flat, length, made, moved, rows, with_tasks
-from oracles.extra import gather, log_softmax
 
+from helpers import HINT, a_policy, assert_same_gradient, flat, length, made, moved, rows, with_tasks
 from mlxrl import algo
 from mlxrl.algo import divergence
 from mlxrl.algo.terms import (
@@ -36,6 +35,7 @@ from mlxrl.train.step import fill, gradient, update
 from mlxrl.train.teacher import Teacher, hinted, teacher_of
 from mlxrl.types import Batch, Task
 from models import dense, tokenizer
+from oracles.extra import gather, log_softmax
 
 TERMS = [
     TeacherAdvantage(),

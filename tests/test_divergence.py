@@ -6,10 +6,10 @@ import math
 
 import mlx.core as mx
 import pytest
-from helpers import close
-from oracles import extra
 
+from helpers import close
 from mlxrl.algo import divergence
+from oracles import extra
 
 
 def test_kl_estimators() -> None:

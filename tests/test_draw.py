@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from helpers import a_policy, flat
 
+from helpers import a_policy, flat
 from mlxrl import algo
 from mlxrl.rollout.sampling import fold
 from mlxrl.settings import Sampling

@@ -13,8 +13,8 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from environments.maze import Maze, maze_tasks
-from helpers import MAZE, MINIMAL, a_policy, assert_same_gradient, close, flat, made
 
+from helpers import MAZE, MINIMAL, a_policy, assert_same_gradient, close, flat, made
 from mlxrl import algo, config
 from mlxrl.algo import Echo
 from mlxrl.algo.algorithm import at_step, not_predicted

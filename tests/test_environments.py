@@ -9,9 +9,9 @@ import pytest
 from environments.calculator import calculate, calculator
 from environments.guess import GuessingGame, guessing_tasks
 from environments.maze import MOVES, Maze, beyond, distance, maze_tasks, named, placed, write
-from helpers import a_policy
 
 import mlxrl as rl
+from helpers import a_policy
 from mlxrl import algo
 from mlxrl.rollout.episodes import rollout
 from mlxrl.settings import Sampling

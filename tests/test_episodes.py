@@ -15,9 +15,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import moved
 from mlx.utils import tree_flatten
 
+from helpers import moved
 from mlxrl import algo
 from mlxrl.cli import main
 from mlxrl.files import read_lines

@@ -10,9 +10,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+
 from families import FAMILIES, family, table
 from helpers import RAGGED, alone, requests
-
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.decode import Loop, decode
 from mlxrl.rollout.row import Request

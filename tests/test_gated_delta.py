@@ -12,10 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers import by_hand, calls, minibatch, moved
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta as module
 
+from helpers import by_hand, calls, minibatch, moved
 from mlxrl.policy import gated_delta as ours
 from mlxrl.policy.gated_delta import by_chunks, by_kernel, chunked, gated_delta, kernel_agrees
 from mlxrl.policy.logprobs import logprobs

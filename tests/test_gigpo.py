@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import a_policy, assert_same_gradient, attempt, close, made
 
+from helpers import a_policy, assert_same_gradient, attempt, close, made
 from mlxrl import algo
 from mlxrl.train.pack import pack
 from mlxrl.train.step import gradient

@@ -10,11 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers import minibatch, moved
 from mlx.utils import tree_flatten
 from mlx_lm.models import cohere, falcon_h1, gemma2, granite
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 
+from helpers import minibatch, moved
 from mlxrl.policy import head as module
 from mlxrl.policy.head import Head, compare, score, split
 from mlxrl.policy.logprobs import logprobs

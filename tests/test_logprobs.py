@@ -7,8 +7,8 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import a_policy, by_hand, minibatch, moved
 
+from helpers import a_policy, by_hand, minibatch, moved
 from mlxrl.policy import head
 from mlxrl.policy.logprobs import divergence_from, hidden_at, log_softmax, logprobs, top_k
 from mlxrl.policy.lora import without_adapters

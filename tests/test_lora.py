@@ -10,11 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from helpers import minibatch, model_folder, moved
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding
 
+from helpers import minibatch, model_folder, moved
 from mlxrl.errors import UserError
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.lora import adapted, load_weights, read_config, without_adapters

@@ -7,8 +7,8 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import close, eager_and_compiled
 
+from helpers import close, eager_and_compiled
 from mlxrl.algo import losses, reduce
 from mlxrl.algo.losses import Clipped, ClippedWeight, GeometricMean, SoftGate, TrustRegion
 from mlxrl.types import Totals

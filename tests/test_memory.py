@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from helpers import made, minibatch
 
+from helpers import made, minibatch
 from mlxrl.algo.recipes import grpo
 from mlxrl.algo.terms import KL
 from mlxrl.policy import head as module

@@ -9,12 +9,12 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import a_policy, minibatch
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta as delta_of_mlx_lm
 from mlx_lm.models import qwen3
 from mlx_lm.tuner.lora import LoRALinear
 
+from helpers import a_policy, minibatch
 from mlxrl.policy import modes
 from mlxrl.policy.activations import swiglu
 from mlxrl.policy.gated_delta import gated_delta

@@ -7,9 +7,9 @@ from itertools import pairwise
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+
 from helpers import a_policy, assert_same_gradient, made, with_tasks
 from helpers import rows as chosen
-
 from mlxrl.algo.recipes import grpo, opd
 from mlxrl.train.pack import PASS, SHARE_FROM, _cuts, pack
 from mlxrl.train.step import fill, gradient, update

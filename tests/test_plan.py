@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from helpers import CONFIG, EXAMPLE, JUDGE, MAZE, made
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3, qwen3_5, qwen3_moe
 
+from helpers import CONFIG, EXAMPLE, JUDGE, MAZE, made
 from mlxrl.algo.recipes import dr_grpo
 from mlxrl.cli import main
 from mlxrl.cli.plan import fitted, limited, plan_of

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import EXAMPLE
 
+from helpers import EXAMPLE
 from mlxrl import rewards
 from mlxrl.files import read_lines
 from mlxrl.plugins import PluginError, find, located

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from helpers import model_folder
 from mlx.utils import tree_flatten
 
+from helpers import model_folder
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import as_policy, folder_of, load, outline, skeleton
 from mlxrl.settings import LoRA

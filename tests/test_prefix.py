@@ -5,11 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import family
-from helpers import a_policy, by_hand, calls, minibatch, moved
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as caches_of_mlx_lm
 
+from families import family
+from helpers import a_policy, by_hand, calls, minibatch, moved
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import scoring, training
 from mlxrl.policy.policy import as_policy

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from helpers import flat, made, moved
 from mlx.utils import tree_flatten
 
+from helpers import flat, made, moved
 from mlxrl.algo.recipes import grpo
 from mlxrl.algo.terms import KL
 from mlxrl.policy.policy import Policy, as_policy

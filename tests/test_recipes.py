@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import close, eager_and_compiled, micro_batch, value_and_gradient
 
 import mlxrl as rl
+from helpers import close, eager_and_compiled, micro_batch, value_and_gradient
 from mlxrl import algo, types
 from mlxrl.types import Logprobs, MicroBatch, Totals
 

@@ -6,11 +6,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
+from mlx.utils import tree_flatten
+
 from architectures import EVERY, a_policy
 from families import FAMILIES, family
 from helpers import by_hand, calls, flat, made, minibatch, moved
-from mlx.utils import tree_flatten
-
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy import recompute as module
 from mlxrl.policy.differentiate import checkpointed

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers import BARE, GREEDY, RAGGED, Counted, alone, moved, requests
 from mlx_lm.tuner.lora import LoRALinear
 
+from helpers import BARE, GREEDY, RAGGED, Counted, alone, moved, requests
 from mlxrl.policy.policy import as_policy
 from mlxrl.policy.room import capacity_for
 from mlxrl.rollout.decode import Loop, decode

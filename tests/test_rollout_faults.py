@@ -8,8 +8,8 @@ import threading
 
 import mlx.core as mx
 import pytest
-from helpers import BARE, GREEDY, RAGGED, Counted, requests
 
+from helpers import BARE, GREEDY, RAGGED, Counted, requests
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.decode import Loop, decode
 from mlxrl.rollout.episodes import Interrupted, rollout

@@ -8,9 +8,9 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import GREEDY, RAGGED, requests
 from mlx_lm.sample_utils import make_logits_processors
 
+from helpers import GREEDY, RAGGED, requests
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.decode import decode
 from mlxrl.rollout.episodes import rollout, rules_of

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from helpers import a_policy
 
+from helpers import a_policy
 from mlxrl import rewards
 from mlxrl.checked import SettingError
 from mlxrl.plugins import PluginError

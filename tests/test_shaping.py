@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import attempt, close, group
 
+from helpers import attempt, close, group
 from mlxrl import algo
 from mlxrl.algo import shaping
 

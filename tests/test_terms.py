@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers import close, eager_and_compiled, group, micro_batch, value_and_gradient
 
+from helpers import close, eager_and_compiled, group, micro_batch, value_and_gradient
 from mlxrl import algo
 from mlxrl.algo import (
     KL,

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import MAZE, MINIMAL, a_policy
 
+from helpers import MAZE, MINIMAL, a_policy
 from mlxrl import algo, config
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.episodes import rollout

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from helpers import a_policy, assert_same_gradient, flat, length, made
 
+from helpers import a_policy, assert_same_gradient, flat, length, made
 from mlxrl.algo.recipes import dr_grpo, grpo, rloo
 from mlxrl.algo.terms import KL
 from mlxrl.policy.logprobs import logprobs

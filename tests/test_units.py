@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+
 from families import family
 from helpers import a_policy, assert_same_gradient, flat, made
-
 from mlxrl.algo.recipes import grpo
 from mlxrl.algo.terms import KL
 from mlxrl.policy.policy import Policy

@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from helpers import a_policy, assert_same_gradient, flat, length, made
 from mlx.utils import tree_map
 
+from helpers import a_policy, assert_same_gradient, flat, length, made
 from mlxrl import algo
 from mlxrl.algo.credit import Whiten
 from mlxrl.algo.recipes import dapo, gigpo, grpo, opd, reinforce_pp

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from oracles import extra
-from oracles.case import Case, Results
 
 from mlxrl.algo import advantages, shaping
+from oracles import extra
+from oracles.case import Case, Results
 
 
 def uniform(case: Case) -> Results:

@@ -8,6 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+
+from mlxrl.algo import divergence, losses, reduce
+from mlxrl.algo.losses import Clipped
+from mlxrl.algo.terms import TeacherAdvantage, TeacherSurrogate
+from mlxrl.types import Logprobs, MicroBatch
 from oracles import extra
 from oracles.case import Case, Results, gradient_of, made
 from oracles.policy import (
@@ -20,11 +25,6 @@ from oracles.policy import (
     verl_clip,
     verl_metrics,
 )
-
-from mlxrl.algo import divergence, losses, reduce
-from mlxrl.algo.losses import Clipped
-from mlxrl.algo.terms import TeacherAdvantage, TeacherSurrogate
-from mlxrl.types import Logprobs, MicroBatch
 
 # The sampled token.
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from oracles import extra
-from oracles.case import Case, Results, gradient_of, made
-from oracles.policy import openrlhf, relative, slime_metrics
 
 from mlxrl.algo import divergence, losses
 from mlxrl.algo.terms import Correction, OffPolicyMask, Veto, within
 from mlxrl.types import Logprobs
+from oracles import extra
+from oracles.case import Case, Results, gradient_of, made
+from oracles.policy import openrlhf, relative, slime_metrics
 
 LEVELS: dict[str, Any] = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence"}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from oracles import extra
-from oracles.case import Case, Results, gradient_of, made
 
 from mlxrl.algo import advantages, divergence, losses, reduce
 from mlxrl.algo.credit import Whiten
 from mlxrl.types import Totals
+from oracles import extra
+from oracles.case import Case, Results, gradient_of, made
 
 Runner = Callable[[Case], Results]
 
