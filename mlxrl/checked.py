@@ -229,7 +229,13 @@ def _choices(hint: Any) -> list[Any]:
     return [choice for part in get_args(hint) for choice in _choices(part)]
 
 
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
+_NAMES: dict[Any, str] = {
+    Any: "a name",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text in quotes",
+}
 
 
 def wanted(hint: Any) -> str:

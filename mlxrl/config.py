@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from mlxrl.checked import SettingError, hints_of
+from mlxrl.checked import SettingError, hints_of, sentence_of, wanted
 from mlxrl.errors import UserError, brief, did_you_mean
 from mlxrl.plugins import located
 from mlxrl.settings import Config
@@ -137,6 +138,30 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def tables() -> dict[str, Any]:
     """The tables of a config by name, each the class that declares its keys."""
     return {name: hint for name, hint in hints_of(Config).items() if hasattr(hint, "table")}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of a config: its dotted name, what it may be, its default as TOML ("" for none), and what it means."""
+
+    name: str
+    wanted: str
+    default: str
+    sentence: str
+
+
+def keys() -> Iterator[Key]:
+    """Every key of a config, as its declaration has it; those of [algorithm] are the arguments of the recipes."""
+    for cls, prefix in ((Config, ""), *((cls, f"{name}.") for name, cls in tables().items())):
+        for field in dataclasses.fields(cls):
+            hint = hints_of(cls)[field.name]
+            if not hasattr(hint, "table"):
+                made = field.default_factory() if callable(field.default_factory) else field.default
+                default = "" if made in (None, dataclasses.MISSING) else json.dumps(made)
+                name = f"{prefix}{field.name}"
+                if name == "algorithm":
+                    name, default = "algorithm.name", json.dumps(made["name"])
+                yield Key(name, wanted(hint), default, sentence_of(hint))
 
 
 def _refuse_strange(values: Mapping[str, Any]) -> None:

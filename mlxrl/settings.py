@@ -49,8 +49,8 @@ class Model:
 class LoRA:
     """Low-rank adapters y = W x + scale B A x (arXiv 2106.09685), the only weights that are trained."""
 
-    rank: Annotated[Count, says("rows of A and columns of B")] = 8
-    scale: Annotated[Positive, because("at 0 the adapter has no effect"), says("factor of B A")] = 2.0
+    rank: Annotated[Count, says("rank of B A")] = 8
+    scale: Annotated[Positive, because("at 0 the adapter has no effect"), says("multiplies B A")] = 2.0
     dropout: Annotated[float, Meta(ge=0, lt=1), says("share of the adapter's inputs dropped in training")] = 0.0
     keys: Annotated[tuple[Text, ...] | None, says("layers by name; left out, every linear layer of the blocks")] = None
 
@@ -79,10 +79,14 @@ class Sampling:
     """
 
     max_tokens: Annotated[Count, says("tokens of a completion at most; with an environment, of each turn")] = 256
-    temperature: Annotated[NotNegative, says("divides the logits; 0 is greedy")] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1), says("smallest set of tokens with this probability; 1 is off")] = 1.0
-    top_k: Annotated[Natural, says("the k most likely tokens; 0 is off")] = 0
-    min_p: Annotated[Share, says("tokens of at least this share of the most likely one; 0 is off")] = 0.0
+    temperature: Annotated[NotNegative, says("divides the logits; 0 is greedy decoding")] = 1.0
+    top_p: Annotated[
+        float, Meta(gt=0, le=1), says("draw from the smallest set of tokens with this probability; 1 is off")
+    ] = 1.0
+    top_k: Annotated[Natural, says("draw from the k most likely tokens; 0 is off")] = 0
+    min_p: Annotated[Share, says("draw from tokens with at least this share of the highest probability; 0 is off")] = (
+        0.0
+    )
     stop_strings: Annotated[
         tuple[Characters, ...], says("texts that end a completion, special tokens written out")
     ] = ()
@@ -93,7 +97,7 @@ class Sampling:
     presence_penalty: Annotated[float, says("subtracted once from logits of recent tokens; 0 is off")] = 0.0
     frequency_penalty: Annotated[float, says("subtracted for every time a token is among the recent; 0 is off")] = 0.0
     penalty_context: Annotated[Count, says("recent tokens that the penalties look at, the prompt's included")] = 20
-    num_top: Annotated[Natural, says("most likely tokens whose ids and log-probs are kept at each place")] = 0
+    num_top: Annotated[Natural, says("most likely tokens whose ids and log-probs are kept at each position")] = 0
 
     @property
     def filters(self) -> bool:
@@ -142,7 +146,7 @@ class Reward:
     functions: Annotated[
         tuple[Any, ...], says("`module:function` or `file.py:function`, of TRL's signature; in Python the functions")
     ] = ()
-    weights: Annotated[tuple[float, ...] | None, says("one a function; left out, 1 each")] = None
+    weights: Annotated[tuple[float, ...] | None, says("factor of each function; left out, 1")] = None
     overlong_buffer: Annotated[Natural, says("tokens before the limit in which reward is taken off; 0 is off")] = 0
     overlong_factor: Annotated[Positive, says("what a completion at the limit loses")] = 1.0
     overlong_cap: Annotated[Positive | None, says("the most that is taken off")] = None
@@ -199,8 +203,8 @@ class Teacher:
     """Who scores the samples, for an algorithm that learns from a teacher."""
 
     id: Annotated[Text | None, says("model of the same vocabulary, or 'base': the model without adapters")] = None
-    dtype: Annotated[Dtype | None, says("type of its weights")] = None
-    adapter: Annotated[Text | None, says("folder with an adapter of it")] = None
+    dtype: Annotated[Dtype | None, says("type of the teacher's weights")] = None
+    adapter: Annotated[Text | None, says("folder with an adapter of the teacher")] = None
     hint: Annotated[Text | None, says("column put after the prompt for the teacher alone")] = None
     thinking: Annotated[bool | None, says("the thinking switch of the hinted prompt")] = None
 
@@ -230,18 +234,24 @@ class Train:
 class Optimizer:
     """The optimizer and its learning rate, which rises over the warm-up and then follows the schedule."""
 
-    name: Annotated[Literal["adamw", "adam", "sgd", "lion"], says("MLX's; Adam's moments are corrected")] = "adamw"
-    learning_rate: Annotated[Positive, because("at 0 nothing is learned"), says("the highest of the run")] = 1e-5
-    schedule: Annotated[Literal["constant", "linear", "cosine"], says("how it falls to the last step")] = "constant"
-    warmup_steps: Annotated[Natural, says("steps of the run over which it rises")] = 0
-    weight_decay: Annotated[NotNegative, says("of adamw, sgd and lion")] = 0.0
+    name: Annotated[Literal["adamw", "adam", "sgd", "lion"], says("MLX's optimizer; Adam's with bias correction")] = (
+        "adamw"
+    )
+    learning_rate: Annotated[
+        Positive, because("at 0 nothing is learned"), says("the highest learning rate of the run")
+    ] = 1e-5
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"], says("how the learning rate falls to the last step")
+    ] = "constant"
+    warmup_steps: Annotated[Natural, says("steps over which the learning rate rises")] = 0
+    weight_decay: Annotated[NotNegative, says("weight decay, of adamw, sgd and lion")] = 0.0
     betas: Annotated[
         tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]] | None,
         says("decay of the moments; left out, (0.9, 0.999), and (0.9, 0.99) for lion"),
     ] = None
     max_grad_norm: Annotated[
         Positive, Unbounded, because("at 0 nothing is learned; inf switches clipping off"),
-        says("the gradient's norm is clipped to it"),
+        says("the gradient's norm is clipped to this"),
     ] = 1.0  # fmt: skip
 
     def check(self) -> None:
@@ -256,10 +266,11 @@ class Memory:
     """Limits of MLX's allocator, in GB, 1e9 bytes."""
 
     cache_limit: Annotated[
-        Annotated[float, Meta(ge=0, le=1e6)] | None, says("buffers kept for reuse; left out, a quarter of the memory")
+        Annotated[float, Meta(ge=0, le=1e6)] | None,
+        says("GB of buffers kept for reuse; left out, a quarter of the memory"),
     ] = None
     wired_limit: Annotated[
-        Annotated[float, Meta(gt=0, le=1e6)] | None, says("memory that MLX may wire on Metal; left out, MLX's own")
+        Annotated[float, Meta(gt=0, le=1e6)] | None, says("GB that MLX may wire on Metal; left out, MLX's own limit")
     ] = None
 
 
@@ -267,8 +278,8 @@ class Memory:
 class Evaluation:
     """How held-out examples are evaluated."""
 
-    rows: Annotated[Count | None, says("the first so many examples; left out, all")] = None
-    temperature: Annotated[NotNegative, says("of the sampling; 0 is greedy")] = 0.0
+    rows: Annotated[Count | None, says("number of held-out examples, the first ones; left out, all")] = None
+    temperature: Annotated[NotNegative, says("sampling temperature of evaluations; 0 is greedy decoding")] = 0.0
     success: Annotated[float, says("reward from which on an example counts as right")] = 1.0
 
 
@@ -276,19 +287,23 @@ class Evaluation:
 class Run:
     """The run's folder, and how often what is written there."""
 
-    folder: Annotated[Text | None, says("left out, the first free one of runs/NAME, runs/NAME-2, ...")] = None
+    folder: Annotated[
+        Text | None, says("folder of the run; left out, the first free one of runs/NAME, runs/NAME-2, ...")
+    ] = None
     checkpoint_every: Annotated[Natural, says("steps between two checkpoints; 0 for none")] = 50
     evaluate_every: Annotated[Natural, says("steps between two evaluations, besides first and last; 0 for none")] = 0
     samples_every: Annotated[Natural, says("steps between two samples on the console; 0 for none")] = 10
-    sinks: Annotated[tuple[Text, ...], says("`file.py:sink`: what else receives every step")] = ()
+    sinks: Annotated[
+        tuple[Text, ...], says("`module:name` or `file.py:name`: further sinks, which receive every step")
+    ] = ()
 
 
 @checked("")
 class Config:
     """A run. Together with the seed it decides everything that is drawn."""
 
-    seed: Annotated[int, Meta(ge=0, le=2**32 - 1), says("of all that is drawn")] = 0
-    steps: Annotated[Count, says("steps of the run")] = 100
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1), says("from which everything random follows")] = 0
+    steps: Annotated[Count, says("steps of the run, each a rollout and its updates")] = 100
     model: Model
     lora: LoRA = field(default_factory=LoRA)
     data: Data
@@ -296,9 +311,9 @@ class Config:
     sampling: Sampling = field(default_factory=Sampling)
     rollout: Rollout = field(default_factory=Rollout)
     environment: Environment = field(default_factory=Environment)
-    algorithm: Annotated[Mapping[str, Any], says("name of a recipe, and its arguments and terms")] = field(
-        default_factory=lambda: {"name": "grpo"}
-    )
+    algorithm: Annotated[
+        Mapping[str, Any], says("name of a recipe or `file.py:function`, its arguments, and a table for each term")
+    ] = field(default_factory=lambda: {"name": "grpo"})
     teacher: Teacher = field(default_factory=Teacher)
     train: Train = field(default_factory=Train)
     memory: Memory = field(default_factory=Memory)

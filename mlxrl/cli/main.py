@@ -21,6 +21,9 @@ NO_BACKEND = (
 )
 EPILOG = """key=value sets a key of the config, as TOML:
   mlxrl {name} --config run.toml optimizer.learning_rate=2e-5 run.folder="runs/second"
+
+keys, with their defaults; those of [algorithm] are the arguments of its recipe:
+{keys}
 """
 
 
@@ -98,12 +101,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _keys() -> str:
+    """A line for each key of a config."""
+    from mlxrl.config import keys
+
+    lines = [(f"{key.name} = {key.default}" if key.default else key.name, key.sentence) for key in keys()]
+    return "\n".join(f"  {name:<33} {sentence}" for name, sentence in lines)
+
+
 def _command(commands: Any, name: str, about: str) -> Parser:
     command: Parser = commands.add_parser(
         name,
         help=about,
         description=about,
-        epilog=EPILOG.format(name=name),
+        epilog=EPILOG.format(name=name, keys=_keys()).replace("%", "%%"),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxrl import algo, plugins
+from mlxrl.algo.use import refuse_few, refuse_unusable
 from mlxrl.checked import SettingError
 from mlxrl.config import Origin, text
 from mlxrl.data import tasks as read_tasks
@@ -50,8 +51,9 @@ class Experiment:
         try:
             algorithm = _within((), algo.build, settings.algorithm)
             rewards, environment = rewards_of(settings.reward), _environment(settings)
-            _check_algorithm(settings, algorithm)
-            _check_rewards(settings, algorithm, rewards, environment)
+            rewarded = bool(rewards.functions) or gives_rewards(environment)
+            refuse_unusable(algorithm, settings.reward, settings.rollout, rewarded=rewarded)
+            _check_episodes(settings, algorithm, rewarded)
             _check_teacher(settings, algorithm)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
@@ -59,6 +61,7 @@ class Experiment:
         tasks = _tasks(settings, data.train, None)
         held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.rows)
         try:
+            refuse_few(len(tasks), settings.rollout)
             _check_data(settings, rewards, tasks, held_out)
             sinks = tuple(_sink(name) for name in settings.run.sinks)
         except UserError as error:
@@ -167,35 +170,14 @@ def _tasks(settings: Config, source: str, limit: int | None) -> list[Task]:
     return read_tasks(source, data.prompt, system=data.system, limit=limit, **data.columns)
 
 
-def _check_algorithm(settings: Config, algorithm: Algorithm) -> None:
-    """SettingError for settings that the algorithm cannot learn with, or has no use for."""
-    rollout, compares = settings.rollout, getattr(algorithm, "compares", "nothing")
-    compared = {"group": rollout.group_size, "step": rollout.group_size * rollout.tasks_per_step}.get(compares, 2)
-    if compared < 2:
-        why = f"1 cannot learn with {algorithm.name}, which compares a completion with the others of its {compares}"
-        raise SettingError("rollout", "group_size", why)
-    if "reward" not in algorithm.needs:
-        reward = settings.reward
-        given = {
-            ("reward", "overlong_buffer"): reward.overlong_buffer, ("reward", "length_penalty"): reward.length_penalty,
-            ("rollout", "resampling_rounds"): rollout.resampling_rounds,
-        }  # fmt: skip
-        for where, value in given.items():
-            if value:
-                raise SettingError(*where, f"has no effect, because {algorithm.name} does not use rewards")
+def _check_episodes(settings: Config, algorithm: Algorithm, rewarded: bool) -> None:
+    """SettingError for observations that are to be predicted and never made, or held-out examples without a reward."""
     if "observations" in algorithm.needs and settings.environment.max_turns == 1:
         raise SettingError("algorithm", "echo", "has no effect with environment.max_turns = 1: no answer is read")
     if "observations" in algorithm.needs and settings.environment.factory is None:
         raise SettingError("algorithm", "echo", "has no effect without environment.factory")
-
-
-def _check_rewards(settings: Config, algorithm: Algorithm, rewards: Rewards, environment: Factory | None) -> None:
-    used = "reward" in algorithm.needs
-    if rewards.functions or gives_rewards(environment) or not (used or settings.data.evaluation is not None):
-        return
-    why = f"{algorithm.name} learns from rewards" if used else "data.evaluation is scored by them"
-    why += f", and {settings.environment.factory} gives none" if environment is not None else ""
-    raise SettingError("reward", f"wanted at least one function, got none; {why}")
+    if settings.data.evaluation is not None and not rewarded:
+        raise SettingError("reward", "wanted at least one function, got none; data.evaluation is scored by them")
 
 
 def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
@@ -216,9 +198,6 @@ def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_
     for some in (tasks, held_out):
         if some:
             _within(("reward",), check_columns, rewards, list(some[0].columns))
-    if settings.rollout.tasks_per_step > len(tasks):
-        wanted = f"wanted at most the {len(tasks)} examples of {settings.data.train}"
-        raise SettingError("rollout", "tasks_per_step", f"{wanted}, got {settings.rollout.tasks_per_step}")
     if (hint := settings.teacher.hint) is not None:
         from mlxrl.train.teacher import hinted
 

@@ -13,6 +13,7 @@ import mlx.optimizers as optim
 from mlxrl.algo import shaping
 from mlxrl.algo.algorithm import at_step, num_top
 from mlxrl.algo.echo import without_special_ids
+from mlxrl.algo.use import refuse_few, refuse_unusable
 from mlxrl.data import indices_of
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
@@ -128,10 +129,9 @@ def run(
         Diverged: three updates in a row were not finite.
     """
     rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
-    _refuse(algorithm, bool(rewards.functions) or gives_rewards(environment), shaped, rollout)
-    if rollout.tasks_per_step > len(tasks):
-        why = f"wanted at most the {len(tasks)} tasks there are, got {rollout.tasks_per_step}"
-        raise UserError("rollout", "tasks_per_step", why)
+    rewarded = bool(rewards.functions) or gives_rewards(environment)
+    refuse_unusable(algorithm, shaped, rollout, rewarded=rewarded)
+    refuse_few(len(tasks), rollout)
     found = teacher_of(policy, algorithm, teacher)
     if environment is not None and found is not None and found.hint is not None:
         raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")
@@ -144,19 +144,6 @@ def run(
         policy, tasks, algorithm, rewards, shaped, environment, found, rollout, sampling, limits, train, norm, seed
     )
     return _steps(training, steps, state or RunState(optimizer))
-
-
-def _refuse(algorithm: Algorithm, rewarded: bool, shaped: Reward, rollout: Rollout) -> None:
-    """UserError for rewards that would have no effect, or would be missing."""
-    if "reward" in algorithm.needs and not rewarded:
-        why = f"{algorithm.name} learns from rewards; wanted at least one function, got none"
-        raise UserError("run", "reward", why)
-    if "reward" in algorithm.needs:
-        return
-    given = {"overlong_buffer": shaped.overlong_buffer, "length_penalty": shaped.length_penalty}
-    for name, value in {**given, "resampling_rounds": rollout.resampling_rounds}.items():
-        if value:
-            raise UserError("run", f"{name} has no effect, because {algorithm.name} does not use rewards")
 
 
 def _steps(training: Training, steps: int, state: RunState) -> Iterator[Step]:
