@@ -17,7 +17,6 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    ParamSpec,
     TypeVar,
     Union,
     dataclass_transform,
@@ -32,7 +31,6 @@ from msgspec import Meta
 from mlxrl.errors import UserError, brief, did_you_mean
 
 T = TypeVar("T")
-P = ParamSpec("P")
 LARGEST = 2**31 - 1
 
 
@@ -138,25 +136,6 @@ def refuse_unknown(table: str, given: Mapping[str, Any], known: Mapping[str, Any
         if name not in known:
             hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
             raise SettingError(table, f"unknown key {name!r}{hint}")
-
-
-def checked_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of keywords whose arguments are checked as the fields of a checked class are, under its name."""
-    parameters = inspect.signature(function).parameters
-
-    @wraps(function)
-    def call(*nothing: P.args, **given: P.kwargs) -> T:
-        refuse_unknown(function.__name__, given, parameters)
-        hints = hints_of(function)
-        given.update(
-            {name: checked_value(function.__name__, name, hints[name], value) for name, value in given.items()}
-        )
-        try:
-            return function(*nothing, **given)
-        except SettingError as error:
-            raise error if error.parts[0] == function.__name__ else error.within(function.__name__) from None
-
-    return call
 
 
 @cache

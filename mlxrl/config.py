@@ -155,13 +155,15 @@ def keys() -> Iterator[Key]:
     for cls, prefix in ((Config, ""), *((cls, f"{name}.") for name, cls in tables().items())):
         for field in dataclasses.fields(cls):
             hint = hints_of(cls)[field.name]
-            if not hasattr(hint, "table"):
-                made = field.default_factory() if callable(field.default_factory) else field.default
-                default = "" if made in (None, dataclasses.MISSING) else json.dumps(made)
-                name = f"{prefix}{field.name}"
-                if name == "algorithm":
-                    name, default = "algorithm.name", json.dumps(made["name"])
-                yield Key(name, wanted(hint), default, sentence_of(hint))
+            if field.name == "algorithm":
+                yield Key("algorithm.name", "a text", '"grpo"', sentence_of(hint))
+            elif not hasattr(hint, "table"):
+                yield Key(f"{prefix}{field.name}", wanted(hint), _default(field), sentence_of(hint))
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    made: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return "" if made in (None, dataclasses.MISSING) else json.dumps(made)
 
 
 def _refuse_strange(values: Mapping[str, Any]) -> None:

@@ -300,12 +300,3 @@ class Algorithm(Protocol):
         those whose last part is `max` or `min` are combined by maximum and minimum instead.
         """
         ...
-
-
-class Reward(Protocol):
-    """A reward function of TRL's shape: completions and the columns of their tasks in, a float each out.
-
-    Called with keywords: `prompts`, `completions`, and every column as a list. None means "cannot be scored".
-    """
-
-    def __call__(self, *, completions: list[Any], **columns: Any) -> Sequence[float | None]: ...

@@ -71,10 +71,6 @@ class Experiment:
             tuple(held_out), sinks,
         )  # fmt: skip
 
-    def with_config(self, settings: Config) -> Experiment:
-        """The same experiment under settings that differ in nothing that was built."""
-        return replace(self, config=settings)
-
     def toml(self) -> str:
         """The resolved config: every setting and every argument of the algorithm."""
         return text(self.config, self.table)
