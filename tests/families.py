@@ -108,7 +108,7 @@ def family(name: str, seed: int = 0) -> Any:
 
 
 def table(modes: dict[str, str]) -> str:
-    """A Markdown table of how families are batched, for the design's section on rollouts."""
+    """A Markdown table of how families are batched, for benchmarks/README.md."""
     words = {
         "ragged": "batched", "uniform": "batched; prompts of one length at a time",
         "equal_length": "fallback: equal lengths", "single": "fallback: one by one",
