@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import mlx.core as mx
 
@@ -17,6 +17,12 @@ from mlxrl.settings import Sampling
 Message: TypeAlias = Mapping[str, Any]
 Metrics: TypeAlias = dict[str, Any]
 Stop = Literal["eos", "length", "done", "turns", "error"]
+
+PerToken: TypeAlias = Annotated[mx.array, "B T"]
+"""A number for each token; shapes are checked while the tests run, see `tests/shapes.py`."""
+PerTopId: TypeAlias = Annotated[mx.array, "B T K"]
+Ids: TypeAlias = Annotated[mx.array, "int B T"]
+TopIds: TypeAlias = Annotated[mx.array, "int B T K"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +146,21 @@ class MicroBatch:
     prefix_id: the same for neighbours that carry one prefix, which then runs once; None where the prefix is its own.
     """
 
-    prefix: mx.array
-    tokens: mx.array
-    mask: mx.array
-    advantages: mx.array
-    sampler_logprobs: mx.array
-    old_logprobs: mx.array | None = None
-    reference_logprobs: mx.array | None = None
-    teacher_logprobs: mx.array | None = None
+    prefix: Annotated[mx.array, "int P"]
+    tokens: Ids
+    mask: PerToken
+    advantages: PerToken
+    sampler_logprobs: PerToken
+    old_logprobs: PerToken | None = None
+    reference_logprobs: PerToken | None = None
+    teacher_logprobs: PerToken | None = None
     temperature: float = 1.0
-    top_ids: mx.array | None = None
-    teacher_top_logprobs: mx.array | None = None
-    old_top_logprobs: mx.array | None = None
-    teacher_hidden: mx.array | None = None
+    top_ids: TopIds | None = None
+    teacher_top_logprobs: PerTopId | None = None
+    old_top_logprobs: PerTopId | None = None
+    teacher_hidden: Annotated[mx.array, "B T D"] | None = None
     trajectories: tuple[int, ...] = ()
-    observation_mask: mx.array | None = None
+    observation_mask: PerToken | None = None
     prefix_id: int | None = None
 
 
@@ -205,11 +211,11 @@ class Logprobs:
     observation_logprobs: [B, T] log-prob of each predicted token of an environment, where that was asked for.
     """
 
-    token_logprobs: mx.array
-    entropy: mx.array | None = None
-    top_logprobs: mx.array | None = None
-    divergence: mx.array | None = None
-    observation_logprobs: mx.array | None = None
+    token_logprobs: PerToken
+    entropy: PerToken | None = None
+    top_logprobs: PerTopId | None = None
+    divergence: PerToken | None = None
+    observation_logprobs: PerToken | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import mlxrl.algo
+import mlxrl.policy
+import mlxrl.types
 import shapes
 
-WATCHED = shapes.watch(mlxrl.algo)
+WATCHED = sum(map(shapes.watch, (mlxrl.types, mlxrl.algo, mlxrl.policy)))

@@ -1,7 +1,8 @@
 """Shapes of arrays, as the annotations of functions say them, checked at every call: in tests, by jaxtyping.
 
-An annotation such as `Annotated[mx.array, "B T"]` costs nothing where nobody looks at it. `watch` puts a checking
-function in the place of every public function and method of a package that has one.
+An annotation such as `Annotated[mx.array, "B T"]`, or "int B T" of integers, costs nothing where nobody looks at it.
+`watch` puts a checking function in the place of every public function and method of a package or a module that has one,
+and checks the fields of its dataclasses when a value is made.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from types import ModuleType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import mlx.core as mx
 from beartype import beartype
-from jaxtyping import Float, jaxtyped
+from jaxtyping import Float, Int, jaxtyped
 
 
 def watch(package: ModuleType) -> int:
     """Check the shapes of all calls of a package's functions from now on; returns how many functions there are."""
-    names = [one.name for one in pkgutil.iter_modules(package.__path__)]
-    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    names = [one.name for one in pkgutil.iter_modules(getattr(package, "__path__", ()))]
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names] or [package]
     replaced: dict[Callable[..., Any], Any] = {}
     for module in modules:
         for owner, name, function in list(_functions(module)):
-            if (watched := _watched(function)) is not None:
+            if (watched := _watched(function, owner if name == "__init__" else function)) is not None:
                 replaced[function] = watched
                 setattr(owner, name, watched)
     for module in (package, *modules):
@@ -42,12 +44,16 @@ def _functions(module: ModuleType) -> Iterator[tuple[Any, str, Callable[..., Any
             yield module, name, value
         elif inspect.isclass(value):
             own = ((key, item) for key, item in vars(value).items() if inspect.isfunction(item))
-            yield from ((value, key, item) for key, item in own if key == "__call__" or not key.startswith("_"))
+            public = ("__call__", "__init__") if is_dataclass(value) else ("__call__",)
+            yield from ((value, key, item) for key, item in own if key in public or not key.startswith("_"))
 
 
-def _watched(function: Callable[..., Any]) -> Any:
-    """The function with its shapes checked, None where it names none."""
-    hints = get_type_hints(function, include_extras=True)
+def _watched(function: Callable[..., Any], named_by: Any) -> Any:
+    """The function with its shapes checked, None where it names none. named_by: what has the annotations."""
+    try:
+        hints = get_type_hints(named_by, include_extras=True)
+    except NameError:  # of something that is imported for the type checker alone
+        return None
     shapes = {name: shaped for name, hint in hints.items() if (shaped := _shape(hint)) is not None}
     if not shapes:
         return None
@@ -62,7 +68,8 @@ def _watched(function: Callable[..., Any]) -> Any:
 def _shape(hint: Any) -> Any:
     """jaxtyping's form of an annotation, None for one that is about no array."""
     if get_origin(hint) is Annotated and get_args(hint)[0] is mx.array:
-        return Float[mx.array, get_args(hint)[1]]
+        shape = get_args(hint)[1]
+        return Int[mx.array, shape.removeprefix("int ")] if shape.startswith("int ") else Float[mx.array, shape]
     parts = [_shape(part) or (part if part is type(None) else None) for part in get_args(hint)]
     return parts[0] | None if len(parts) == 2 and type(None) in parts and parts[0] is not None else None
 

@@ -1,4 +1,4 @@
-"""The shapes that the annotations of `mlxrl.algo` say are checked in every test; here, that the check finds faults."""
+"""Shapes that annotations name are checked in every test, of `types`, `algo` and `policy`; here, that faults are found."""
 
 import mlx.core as mx
 import pytest
@@ -6,7 +6,7 @@ from jaxtyping import TypeCheckError
 
 from mlxrl.algo import losses, reduce
 from mlxrl.algo.losses import Clipped
-from mlxrl.types import Totals
+from mlxrl.types import Logprobs, MicroBatch, Totals
 
 WIDE, ROWS, ONE = mx.zeros((2, 3)), mx.zeros((3, 3)), mx.zeros((2, 1))
 
@@ -30,3 +30,14 @@ def test_one_value_a_sequence_is_a_value_for_all_of_its_tokens() -> None:
 def test_another_type_is_found() -> None:
     with pytest.raises(TypeCheckError):
         losses.lengths(mx.zeros((2, 3), mx.int32))
+
+
+def test_the_fields_of_what_travels_are_found_too() -> None:
+    ids = mx.zeros((2, 3), mx.int32)
+    assert MicroBatch(ids[0, :0], ids, WIDE, WIDE, WIDE).mask.shape == (2, 3)
+    with pytest.raises(TypeCheckError, match="advantages"):
+        MicroBatch(ids[0, :0], ids, WIDE, ROWS, WIDE)
+    with pytest.raises(TypeCheckError, match="tokens"):
+        MicroBatch(ids[0, :0], WIDE, WIDE, WIDE, WIDE)
+    with pytest.raises(TypeCheckError, match="top_logprobs"):
+        Logprobs(WIDE, top_logprobs=WIDE)

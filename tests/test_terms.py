@@ -68,7 +68,9 @@ def test_distillation_pulls_towards_the_teacher() -> None:
         gradient = mx.grad(lambda x, recipe=recipe: recipe.loss(Logprobs(x), batch, totals)[0])(new)
         assert gradient[0, 0].item() < 0 < gradient[0, 1].item()
     student = mx.log(mx.array([[[0.2, 0.5]]]))
-    batch = micro_batch([[1]], 0.0, teacher_top_logprobs=mx.log(mx.array([[[0.6, 0.1]]])), top_ids=mx.zeros((1, 1, 2)))
+    batch = micro_batch(
+        [[1]], 0.0, teacher_top_logprobs=mx.log(mx.array([[[0.6, 0.1]]])), top_ids=mx.zeros((1, 1, 2), mx.int32)
+    )
     for term in (*(TeacherTopK(beta=beta) for beta in (0.0, 0.5, 1.0)), TeacherSurrogate()):
         recipe = algo.opd(teacher=term)
         own = isinstance(term, TeacherSurrogate)

@@ -13,8 +13,8 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 import mlx.core as mx
 
 from mlxrl.checked import AboveOne, Interval, NotNegative, Positive, Share, Unbounded, because, checked
+from mlxrl.types import PerToken
 
-PerToken: TypeAlias = Annotated[mx.array, "B T"]
 Spread: TypeAlias = Annotated[mx.array, "B #T"]
 """[B, T], or [B, 1] where a sequence has one value."""
 PerSequence: TypeAlias = Annotated[mx.array, "B 1"]

@@ -8,7 +8,7 @@ N sampled tokens, D width of a hidden state, V vocabulary, K ids of a token, n t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ from mlxrl.policy.head import compare as compare_chunks
 from mlxrl.policy.head import score
 from mlxrl.policy.lora import base_of
 from mlxrl.policy.prefix import PrefixRun, hidden_states
-from mlxrl.types import Logprobs, MicroBatch
+from mlxrl.types import Logprobs, MicroBatch, TopIds
 
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
@@ -30,7 +30,7 @@ def logprobs(
     micro_batch: MicroBatch,
     *,
     entropy: bool = False,
-    top_ids: mx.array | None = None,
+    top_ids: TopIds | None = None,
     compare: Callable[[mx.array], mx.array] | None = None,
     observations: bool = False,
     gradient: bool = True,
@@ -98,7 +98,7 @@ def top_k(policy: Policy, batch: MicroBatch, k: int, prefix: PrefixRun | None = 
     return scattered(ids, inverse), scattered(values, inverse)
 
 
-def hidden_at(policy: Policy, batch: MicroBatch, prefix: PrefixRun | None = None) -> mx.array:
+def hidden_at(policy: Policy, batch: MicroBatch, prefix: PrefixRun | None = None) -> Annotated[mx.array, "B T D"]:
     """[B, T, D] the hidden states that predict the sampled tokens, 0 elsewhere."""
     return scattered(*_predicting(policy, batch, prefix))
 

@@ -187,7 +187,8 @@ def surrogate(case: Case) -> Results:
     gap_clamp = None if bound is None else (-bound, bound)
     term = TeacherSurrogate(clip=clip, gap_clamp=gap_clamp, log_ratio_clamp=held)
     zeros = mx.zeros_like(case.mask)
-    batch = MicroBatch(zeros[0, :0], zeros, case.mask, zeros, zeros, teacher_top_logprobs=teacher)
+    ids = zeros.astype(mx.int32)
+    batch = MicroBatch(ids[0, :0], ids, case.mask, zeros, zeros, teacher_top_logprobs=teacher)
 
     def parts(logp: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         student = Logprobs(case.mask, top_logprobs=extra.gather(logp, case["support_ids"]))

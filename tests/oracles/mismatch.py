@@ -210,7 +210,7 @@ def opsm(case: Case) -> Results:
     # slime divides the padded width of a dropped row by the row's tokens.
     dropped = ((1 - keep).sum(axis=-1, keepdims=True) / losses.lengths(case.mask)).sum()
     return {
-        "out_keep_trl": factor(case, term, "logp_new", advantages=credit),
+        "out_keep_trl": factor(case, term, "logp_new", advantages=tokens)[:, :1],
         "out_keep_slime": keep,
         "metric_slime_clipfrac_sum": dropped,
     }
