@@ -12,7 +12,7 @@ import pytest
 
 from families import FAMILIES, family, table
 from helpers import RAGGED, alone, decode, requests
-from mlxrl.policy.policy import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.batching_mode import check, mode_of
 from mlxrl.rollout.engine import Engine
 from mlxrl.settings import Sampling
@@ -28,7 +28,7 @@ SHORT = Sampling(max_tokens=8, temperature=0.0)
 @pytest.mark.filterwarnings("ignore:.*(output head|batched)")
 def test_greedy_batch_equals_greedy_alone(name):
     """Ragged, chunked by 2, 3 and whole, with a sequence that joins two under way; then extended, ragged again."""
-    p = policy(family(name), tokenizer(), lora=None)
+    p = as_policy(family(name), tokenizer(), lora=None)
     wanted = [alone(p.model, prompt, limit) for prompt, limit in zip(RAGGED, LIMITS, strict=True)]
     asked = requests(RAGGED, limits=LIMITS, sampling=SHORT)
     for chunk, rows in ((2, 3), (3, 4), (2048, 3)):
@@ -94,7 +94,7 @@ class Unmasked:
 def test_a_model_that_cannot_be_batched_is_found_out_and_decoded_otherwise(sees_own, mode, words):
     model = dense()
     wanted = [alone(model, prompt, 8) for prompt in [*RAGGED, *RAGGED]]
-    p, asked = policy(Blind(model, sees_own), tokenizer(), lora=None), requests([*RAGGED, *RAGGED], sampling=SHORT)
+    p, asked = as_policy(Blind(model, sees_own), tokenizer(), lora=None), requests([*RAGGED, *RAGGED], sampling=SHORT)
     with pytest.warns(UserWarning, match=words):
         got = decode(p, asked)
     assert [one.tokens for one in got] == wanted
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_batched_is_found_out_and_decoded_otherwise(sees_
 @pytest.mark.parametrize("mode", ["equal_length", "single"])
 def test_models_without_slots_take_requests_between_steps_and_extensions(mode):
     """A request waits until all that decode have ended; an extension is prefilled as a whole."""
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     first, second, third = requests([(20, 21, 22), (30, 31, 32), (20, 21, 22)], limits=[4, 6, 5], keep=True)
     with Engine(p, mode=mode) as engine:
         sequences = [engine.submit(first), engine.submit(second)]
