@@ -58,6 +58,8 @@ class Origin:
         places = {".".join(path)}
         if path[:1] == ["algorithm"]:
             places.add(".".join(["algorithm", *path[2:]]))  # the recipe's name stands between
+        if path == ["environment", "arguments"]:
+            places.add("environment.factory")  # which they are wrong for
         for key in self.overridden:
             table, _, name = key.rpartition(".")
             if any(f"{place}.".startswith(f"{key}.") for place in places):

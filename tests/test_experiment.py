@@ -38,7 +38,7 @@ def test_what_a_config_names_is_built_once(folder):
 
 REFUSED_FILES = {
     "[sampling]\ntemperature = 0": "run.toml: sampling: temperature: wanted more than 0, got 0, which makes a group's",
-    "[sampling]\ntop_k = 1": "run.toml: sampling: top_k: 1 makes a group's completions all equal and nothing is learned",
+    "[sampling]\ntop_k = 1": "sampling: top_k: 1 makes a group's completions all equal and nothing is learned",
     "[rollout]\ngroup_size = 1": "run.toml: rollout: group_size: 1 cannot learn with grpo, which compares",
     "[optimizer]\nwarmup_steps = 100": "run.toml: optimizer: warmup_steps: wanted less than the 100 steps, got 100",
     "[train]\nminibatches = 5": "run.toml: train: minibatches: wanted at most the 4 groups of a step, got 5",

@@ -201,7 +201,7 @@ def _check_settings(settings: Config) -> None:
         faults |= {where: wrong and "has no effect without data.evaluation" for where, wrong in given.items()}
     for where, why in faults.items():
         if why:
-            raise SettingError(*where, why)
+            raise SettingError(*where, str(why))
 
 
 def _overlong(settings: Config) -> str:
