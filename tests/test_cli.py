@@ -51,6 +51,9 @@ def test_a_run_leaves_its_folder(folder, capsys):
     assert [data["rows"] for data in known["data"]] == [len(read_lines(EXAMPLE / "train.jsonl")), 8]
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert {"reward", "groups/zero_variance", "grad_norm"} <= read_lines(run / "metrics.jsonl")[0].keys()
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")).values()
+        assert all(value is None or type(value) in (int, float) for value in values)
     samples = read_lines(run / "samples.jsonl")
     assert len(samples) == 4 * 2 * 2
     assert all(sample["prompt"].endswith("=?") and sample["length"] <= 12 for sample in samples)
