@@ -86,6 +86,19 @@ def test_a_rewritten_history_is_a_whole_new_prompt(thinking):
     assert turn.ids == render(tok, Task(tuple(chat)), thinking=thinking)
 
 
+def test_a_rewritten_history_ends_in_the_answer_and_its_marks():
+    """The template drops what was thought, so the second prompt is a new one; it ends in the answer and its marks."""
+    tok = tokenizer()
+    start = start_chat(tok, "one?")
+    reply = said(tok, "<think>so</think>1")
+    turn = continue_chat(tok, start, reply, (), "two?")
+    assert turn.history_rewritten
+    assert tok.decode(turn.ids[-turn.new_suffix :]) == "two?<end><assistant><think>"
+    messages = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
+    turn = continue_chat(tok, start, reply, (), messages)
+    assert tok.decode(turn.ids[-turn.new_suffix :]) == "a<end><tool>b<end><assistant><think>"
+
+
 def test_observations_may_be_messages():
     tok = words()
     messages = [{"role": "system", "content": "result"}, {"role": "user", "content": "go on"}]
