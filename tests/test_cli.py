@@ -320,6 +320,14 @@ def test_a_reward_that_always_fails_ends_the_run_in_one_line(folder, capsys):
     assert (folder / "out/run/adapters/adapters.safetensors").exists()
 
 
+def test_a_sink_that_fails_does_not_end_the_run(folder):
+    (folder / "mine.py").write_text("def each(step):\n    raise OSError('disk full')\n")
+    with pytest.warns(UserWarning, match="sink .*/mine.py:each: step: OSError: disk full; it receives nothing more"):
+        assert train(folder, 'run.sinks=["mine.py:each"]') == 0
+    assert [line["step"] for line in read_lines(folder / "out/run/metrics.jsonl")] == [1, 2]
+    assert tomllib.loads((folder / "out/run/config.toml").read_text())["run"]["sinks"] == [f"{folder}/mine.py:each"]
+
+
 def test_an_unexpected_error_keeps_its_traceback_and_the_adapter(folder, capsys, monkeypatch):
     real, calls = loop.optimizer_step, []
 
