@@ -69,7 +69,7 @@ def test_a_step_that_cannot_be_compiled_is_not(monkeypatch):
         patched.setattr(mx, "compile", lambda function: refuse)
         with pytest.warns(UserWarning, match="decoding is not compiled: no graph"):
             assert [one.tokens for one in decode(p, requests(RAGGED))] == wanted
-    assert [one.tokens for one in decode(p, requests(RAGGED))] == wanted  # said once
+    assert [one.tokens for one in decode(p, requests(RAGGED))] == wanted  # warned once
 
 
 def test_a_policy_that_is_dropped_takes_its_steps_with_it():

@@ -55,25 +55,25 @@ def test_greedy_batch_equals_greedy_alone_for_ragged_prompts(make):
 @pytest.mark.parametrize("make", MODELS)
 def test_a_sequences_tokens_do_not_depend_on_its_neighbours(make):
     p = as_policy(make(), tokenizer(), lora=LoRA())
-    asked = requests(RAGGED, 3, sampling=Sampling(max_tokens=8), stop_ids=tuple(range(9)))
-    together = decode(p, asked)
-    backwards = decode(p, asked[::-1], max_rows=5)[::-1]
-    single = [decode(p, [request])[0] for request in asked]
+    submitted = requests(RAGGED, 3, sampling=Sampling(max_tokens=8), stop_ids=tuple(range(9)))
+    together = decode(p, submitted)
+    backwards = decode(p, submitted[::-1], max_rows=5)[::-1]
+    single = [decode(p, [request])[0] for request in submitted]
     tokens = [one.tokens for one in together]
     assert tokens == [one.tokens for one in single] == [one.tokens for one in backwards]
     for one, other in zip(together, single, strict=True):
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
-    assert len(set(map(tuple, tokens))) == len(asked), "sequences of one prompt must differ"
+    assert len(set(map(tuple, tokens))) == len(submitted), "sequences of one prompt must differ"
 
 
 def test_a_thousand_sequences_are_the_same_alone_in_any_batch_and_in_any_order():
     p = as_policy(dense(hidden_size=32, num_hidden_layers=1), tokenizer(), lora=None)
     prompts = [tuple(range(20 + i, 30 + 2 * i)) for i in range(10)]
-    asked = requests(prompts, 100, sampling=Sampling(max_tokens=4), stop_ids=tuple(range(0, 320, 8)))
+    submitted = requests(prompts, 100, sampling=Sampling(max_tokens=4), stop_ids=tuple(range(0, 320, 8)))
     order = random.Random(0).sample(range(1000), 1000)
-    single = decode(p, asked, max_rows=1)
-    batched = decode(p, asked, max_rows=64)
-    shuffled = decode(p, [asked[i] for i in order], max_rows=29)
+    single = decode(p, submitted, max_rows=1)
+    batched = decode(p, submitted, max_rows=64)
+    shuffled = decode(p, [submitted[i] for i in order], max_rows=29)
     back = sorted(zip(order, shuffled, strict=True), key=lambda pair: pair[0])
     for one, other, (_, third) in zip(single, batched, back, strict=True):
         assert one.tokens == other.tokens == third.tokens
@@ -187,15 +187,15 @@ def test_completions_of_one_token(stop_ids):
 def test_requests_may_come_between_steps(make):
     """Each is drawn as it would be alone, and slots are added as requests come: 1, then 2, then 4 of at most 5."""
     p = as_policy(make(), tokenizer(), lora=None)
-    asked = requests([*RAGGED, *RAGGED], limits=[12, 9, 12, 7, 3, 12, 5, 8])
+    submitted = requests([*RAGGED, *RAGGED], limits=[12, 9, 12, 7, 3, 12, 5, 8])
     merged, shapes = counted(p)
     with Engine(merged, max_rows=5, compiled=False, mode="ragged") as engine:
         sequences = []
-        for request in asked:
+        for request in submitted:
             sequences.append(engine.submit(request))
             engine.step()
         list(engine.run())
-    assert [one.tokens for one in sequences] == [alone(p.model, r.prompt, r.limit or 0) for r in asked]
+    assert [one.tokens for one in sequences] == [alone(p.model, r.prompt, r.limit or 0) for r in submitted]
     steps = [rows for rows in decoded(shapes) if rows > 1]
     assert (steps[:3], max(steps)) == ([2, 4, 5], 5)
 
@@ -215,9 +215,9 @@ def test_an_engine_is_idle_and_busy_again():
 def test_a_cancelled_sequence_frees_its_slot_and_changes_nobody_else():
     """In a slot, in the queue, and one that has ended; the two that wait take the slots of those that are given up."""
     p = as_policy(dense(), tokenizer(), lora=None)
-    asked = requests(RAGGED, limits=[12, 12, 4, 12])
+    submitted = requests(RAGGED, limits=[12, 12, 4, 12])
     with Engine(p, max_rows=2) as engine:
-        first, second, third, fourth = (engine.submit(request) for request in asked)
+        first, second, third, fourth = (engine.submit(request) for request in submitted)
         for _ in range(3):
             assert engine.step() == []
         assert (engine.occupied, len(third.tokens)) == (2, 0)
@@ -228,7 +228,7 @@ def test_a_cancelled_sequence_frees_its_slot_and_changes_nobody_else():
         engine.cancel(third)
     assert [one.stop for one in (first, second, third, fourth)] == ["cancelled", "length", "length", "cancelled"]
     assert (len(first.tokens), fourth.tokens) == (3, [])
-    for one, request in ((second, asked[1]), (third, asked[2])):
+    for one, request in ((second, submitted[1]), (third, submitted[2])):
         assert one.tokens == alone(p.model, one.prompt, request.limit or 0)
 
 
@@ -255,11 +255,11 @@ def test_different_sampling_settings_in_one_engine(make):
         Sampling(max_tokens=9, repetition_penalty=1.5), Sampling(max_tokens=9, min_tokens=4, stop_strings=("a",)),
     ]  # fmt: skip
     stop_ids = tuple(range(0, 320, 30))
-    asked = [request for one in settings for request in requests(RAGGED, 2, None, one, stop_ids)]
-    apart = [one for sampling in settings for one in decode(p, [r for r in asked if r.sampling is sampling])]
-    order = random.Random(0).sample(range(len(asked)), len(asked))
-    shuffled = decode(p, [asked[i] for i in order], max_rows=5)
-    for one, other in zip(apart, (shuffled[order.index(i)] for i in range(len(asked))), strict=True):
+    submitted = [request for one in settings for request in requests(RAGGED, 2, None, one, stop_ids)]
+    apart = [one for sampling in settings for one in decode(p, [r for r in submitted if r.sampling is sampling])]
+    order = random.Random(0).sample(range(len(submitted)), len(submitted))
+    shuffled = decode(p, [submitted[i] for i in order], max_rows=5)
+    for one, other in zip(apart, (shuffled[order.index(i)] for i in range(len(submitted))), strict=True):
         assert (one.tokens, one.stop) == (other.tokens, other.stop)
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
         assert one.details.top_ids == other.details.top_ids
@@ -269,8 +269,8 @@ def test_different_sampling_settings_in_one_engine(make):
 def test_limits_of_one_setting_decode_together():
     """A batch of two, not two batches of one."""
     p, shapes = counted(as_policy(dense(), tokenizer(), lora=None))
-    asked = [*requests(RAGGED[:1], sampling=Sampling(max_tokens=4)), *requests(RAGGED[1:2], sampling=Sampling())]
-    decode(p, asked, compiled=False, mode="ragged")
+    submitted = [*requests(RAGGED[:1], sampling=Sampling(max_tokens=4)), *requests(RAGGED[1:2], sampling=Sampling())]
+    decode(p, submitted, compiled=False, mode="ragged")
     assert decoded(shapes)[:3] == [2, 2, 2]
 
 
@@ -295,10 +295,10 @@ def test_slots_of_settings_that_are_not_used_are_given_back():
 class Talk:
     """Sequences that are extended for some turns, each with observations of lengths of its own."""
 
-    def __init__(self, engine: Engine, asked: list[Request], turns: int) -> None:
+    def __init__(self, engine: Engine, submitted: list[Request], turns: int) -> None:
         self.engine, self.turns = engine, turns
-        self.history: list[list[Sequence]] = [[] for _ in asked]
-        for number, request in enumerate(asked):
+        self.history: list[list[Sequence]] = [[] for _ in submitted]
+        for number, request in enumerate(submitted):
             engine.submit(replace(request, owner=(number, 1)))
 
     def run(self) -> list[list[Sequence]]:
@@ -332,14 +332,14 @@ def test_parked_sequences_that_are_extended_are_those_of_a_fresh_prompt(make, co
     p = as_policy(make(), tokenizer(), lora=LoRA())
     moved(p)
     limits, stop_ids = [5, 3, 8, 1, 6, 2, 7, 4], tuple(range(0, 320, 7))
-    asked = requests([*RAGGED, *RAGGED], limits=limits, stop_ids=stop_ids, keep=True)
+    submitted = requests([*RAGGED, *RAGGED], limits=limits, stop_ids=stop_ids, keep=True)
     watched, shapes = counted(p)
     with decoding(watched) as merged, Engine(merged, max_rows=5, prefill_chunk=4, compiled=compiled, mode=mode) as one:
-        history = Talk(one, asked, 3).run()
+        history = Talk(one, submitted, 3).run()
     assert [len(turns) for turns in history] == [3] * 8
     for limit, turns in zip(limits, history, strict=True):
         for turn in turns:
-            (fresh,) = decode(p, [Request(turn.prompt, asked[0].key, GREEDY, limit, stop_ids)])
+            (fresh,) = decode(p, [Request(turn.prompt, submitted[0].key, GREEDY, limit, stop_ids)])
             assert fresh.tokens == turn.tokens
             assert np.allclose(fresh.logprobs, turn.logprobs, atol=1e-4)
     assert not [tokens for rows, tokens in shapes if rows == 1 and tokens > 4], "no history is run as a whole"
@@ -351,13 +351,13 @@ def test_a_sequence_that_a_string_ended_is_extended():
     plain = decode(p, requests(RAGGED))
     letters = {p.tokenizer.decode([token]) for one in plain for token in one.tokens[2:6]}
     sampling = replace(GREEDY, stop_strings=tuple(letter for letter in letters if letter.isascii() and letter))
-    asked = requests(RAGGED, sampling=sampling, keep=True)
+    submitted = requests(RAGGED, sampling=sampling, keep=True)
     with Engine(p) as engine:
-        history = Talk(engine, asked, 2).run()
+        history = Talk(engine, submitted, 2).run()
     assert any(one.ahead for turns in history for one in turns)
     for turns in history:
         for one in turns:
-            assert one.tokens == decode(p, [Request(one.prompt, asked[0].key, sampling, stop_ids=())])[0].tokens
+            assert one.tokens == decode(p, [Request(one.prompt, submitted[0].key, sampling, stop_ids=())])[0].tokens
 
 
 def test_what_cannot_be_continued_is_prefilled_and_a_full_context_ends():
@@ -422,11 +422,11 @@ def test_sequences_wait_while_parked_ones_have_all_the_slots():
 def test_a_sequence_with_logits_that_are_not_finite_ends_and_the_others_do_not(compiled):
     """A token spoils what reads it. Sequences that drew it end, and their slots serve others as if nothing had been."""
     p = as_policy(dense(tie_word_embeddings=False), tokenizer(), lora=None)
-    asked = requests(RAGGED[:1], 40, None, Sampling(max_tokens=20))
-    whole = decode(p, asked, compiled=compiled)
+    submitted = requests(RAGGED[:1], 40, None, Sampling(max_tokens=20))
+    whole = decode(p, submitted, compiled=compiled)
     bad = whole[3].tokens[4]
     p.model.model.embed_tokens.weight[bad] = mx.nan
-    out = decode(p, asked, max_rows=6, compiled=compiled)
+    out = decode(p, submitted, max_rows=6, compiled=compiled)
     spoiled = [bad in one.tokens[:-1] for one in whole]
     assert 0 < sum(spoiled) < 40
     for one, fine, ends in zip(out, whole, spoiled, strict=True):

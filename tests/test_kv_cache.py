@@ -13,14 +13,14 @@ from mlxrl.rollout.prefill import prefill
 from models import dense, hybrid, moe, tokenizer
 
 
-def held(p, prompt):
+def arrays_alone(p, prompt):
     """The arrays of a prompt that was run alone."""
     (one,) = prefill(p, [prompt], 2048)
     return one.arrays(layers_of(one.caches))
 
 
 def assert_holds(cache, row, prompt, p):
-    for whole, own in zip(cache.arrays, held(p, prompt), strict=True):
+    for whole, own in zip(cache.arrays, arrays_alone(p, prompt), strict=True):
         mine = whole[row : row + 1]
         if mine.shape != own.shape:
             assert not mine[:, :, len(prompt) :].any(), "the capacity after a row is zero"

@@ -129,8 +129,8 @@ class Marked:
 class TestThinking:
     def drawn(self, budget, *, prompt, ids, tokens=10, start=(7,), end=(8,)) -> Sequence:
         p = replace(as_policy(dense(), tokenizer(), lora=None), tokenizer=Marked(start, end))
-        asked = requests([prompt], sampling=Sampling(max_tokens=tokens, thinking_budget=budget), stop_ids=(2,))
-        (one,) = decode(p, asked, processors=[written(ids, len(prompt))])
+        submitted = requests([prompt], sampling=Sampling(max_tokens=tokens, thinking_budget=budget), stop_ids=(2,))
+        (one,) = decode(p, submitted, processors=[written(ids, len(prompt))])
         return one
 
     def test_a_block_that_the_prompt_opened_is_closed_when_the_budget_is_spent(self):

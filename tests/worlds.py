@@ -31,7 +31,7 @@ def words(template: str | None = NEWLINE, eos: tuple[str, ...] = ("<end>",), mor
     return made
 
 
-def speaker(make: Any = dense, template: str | None = NEWLINE, more: int = 30, **changes: Any) -> Policy:
+def brief_policy(make: Any = dense, template: str | None = NEWLINE, more: int = 30, **changes: Any) -> Policy:
     """A policy whose replies end after a few letters."""
     p = as_policy(make(**changes), words(template, more=more), lora=LoRA())
     moved(p)
@@ -39,7 +39,7 @@ def speaker(make: Any = dense, template: str | None = NEWLINE, more: int = 30, *
 
 
 class Counting:
-    """Says how often it was answered, as many times as its task says."""
+    """Counts its answers; an episode has as many turns as its task wants."""
 
     def reset(self, task: Task) -> Any:
         self.task, self.turn = task, 0
