@@ -158,9 +158,10 @@ def test_rewards_that_fail_cost_their_trajectories_and_nothing_else():
         assert not any(np.any(own[place]) for own in credit for place in (2, 3))
 
 
-@pytest.mark.parametrize(
-    "term", [TeacherAdvantage(), TeacherSurrogate(k=8), TeacherVocabulary()], ids=lambda term: type(term).__name__
-)
+FORMS = [TeacherAdvantage(), TeacherSurrogate(k=8), TeacherVocabulary()]
+
+
+@pytest.mark.parametrize("term", FORMS, ids=lambda term: type(term).__name__)
 def test_a_teacher_teaches_without_a_reward_and_beside_one(term):
     algorithm, short = opd(teacher=term), {"steps": 2, "rollout": PAIRS, "sampling": Sampling(max_tokens=5)}
     other = as_policy(dense(1), tokenizer(), lora=None)
