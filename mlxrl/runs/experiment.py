@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxrl import algo, plugins
-from mlxrl.algo.use import refuse_few, refuse_unusable
 from mlxrl.checked import SettingError
 from mlxrl.config import Origin, text
 from mlxrl.data import tasks as read_tasks
@@ -17,6 +16,7 @@ from mlxrl.rewards.scoring import Rewards, check_columns, rewards_of
 from mlxrl.rollout.environment import Factory, check_factory, gives_rewards
 from mlxrl.runs.sinks import Sink, UserSink
 from mlxrl.settings import Config, EpisodeLimits
+from mlxrl.train.check import check_run, check_tasks
 from mlxrl.types import Algorithm, Task
 
 if TYPE_CHECKING:
@@ -52,8 +52,13 @@ class Experiment:
             algorithm = _within((), algo.build, settings.algorithm)
             rewards, environment = rewards_of(settings.reward), _environment(settings)
             rewarded = bool(rewards.functions) or gives_rewards(environment)
-            refuse_unusable(algorithm, settings.reward, settings.rollout, rewarded=rewarded)
-            _check_episodes(settings, algorithm, rewarded)
+            check_run(
+                algorithm, steps=settings.steps, rollout=settings.rollout, sampling=settings.sampling,
+                reward=settings.reward, train=settings.train, warmup_steps=settings.optimizer.warmup_steps,
+                rewarded=rewarded, episodes=environment is not None,
+            )  # fmt: skip
+            _check_data_settings(settings, rewarded)
+            _check_echo(settings, algorithm)
             _check_teacher(settings, algorithm)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
@@ -61,13 +66,13 @@ class Experiment:
         tasks = _tasks(settings, data.train, None)
         held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.rows)
         try:
-            refuse_few(len(tasks), settings.rollout)
+            check_tasks(len(tasks), settings.rollout)
             _check_data(settings, rewards, tasks, held_out)
             sinks = tuple(_sink(name) for name in settings.run.sinks)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         return cls(
-            settings, origin, algorithm, algo.arguments_of(algorithm), rewards, environment, tuple(tasks),
+            settings, origin, algorithm, _table(settings, algorithm), rewards, environment, tuple(tasks),
             tuple(held_out), sinks,
         )  # fmt: skip
 
@@ -145,6 +150,18 @@ def _within(where: tuple[str, ...], function: Callable[..., T], *arguments: Any)
         raise SettingError(*where, *error.parts) from error.__cause__
 
 
+def _table(settings: Config, algorithm: Algorithm) -> Mapping[str, Any]:
+    """The table that makes the algorithm again, with every argument of a recipe.
+
+    TOML has no None. Where an argument is None by a convention, the convention's name says so.
+    """
+    given = settings.algorithm
+    if ":" in given.get("name", ""):
+        return given
+    kept = {name: given[name] for name in ("convention",) if name in given}
+    return {"name": algorithm.name, **kept, **algo.arguments_of(algorithm)}
+
+
 def _environment(settings: Config) -> Factory | None:
     """What makes the environments of episodes, None where the config names nothing."""
     world = settings.environment
@@ -161,13 +178,26 @@ def _sink(name: str) -> Sink:
 
 def _tasks(settings: Config, source: str, limit: int | None) -> list[Task]:
     data = settings.data
-    if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit")]:
-        raise SettingError("data", "columns", f"{taken[0]!r} is a name that is taken; rename the column to another")
     return read_tasks(source, data.prompt, system=data.system, limit=limit, **data.columns)
 
 
-def _check_episodes(settings: Config, algorithm: Algorithm, rewarded: bool) -> None:
-    """SettingError for observations that are to be predicted and never made, or held-out examples without a reward."""
+def _check_data_settings(settings: Config, rewarded: bool) -> None:
+    """SettingError for settings of data and evaluation that do not go together."""
+    data = settings.data
+    if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit")]:
+        raise SettingError("data", "columns", f"{taken[0]!r} is a name that is taken; rename the column to another")
+    if data.evaluation == data.train:
+        raise SettingError("data", "evaluation", "wanted examples that are not trained on, got the training data")
+    if data.evaluation is not None and not rewarded:
+        raise SettingError("reward", "wanted at least one function, got none; data.evaluation is scored by them")
+    if data.evaluation is None:
+        given = [("evaluation", one.name) for one in fields(settings.evaluation)
+                 if getattr(settings.evaluation, one.name) != one.default]  # fmt: skip
+        for where in given + [("run", "evaluate_every")] * (settings.run.evaluate_every > 0):
+            raise SettingError(*where, "has no effect without data.evaluation")
+
+
+def _check_echo(settings: Config, algorithm: Algorithm) -> None:
     if "observations" in algorithm.needs and settings.environment.max_turns == 1:
         raise SettingError("algorithm", "echo", "has no effect with environment.max_turns = 1: no answer is read")
     if "observations" in algorithm.needs and settings.environment.factory is None:
@@ -187,6 +217,8 @@ def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
     if teacher.id == "base" and teacher.hint is None and "reward" not in algorithm.needs:
         why = "'base' is what training starts from, so nothing is learned; wanted a hint, or algorithm.reward"
         raise SettingError("teacher", "id", why)
+    if teacher.hint is not None and settings.environment.factory is not None:
+        raise SettingError("teacher", "hint", "an environment writes the prompts; leave the hint out")
 
 
 def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_out: Sequence[Task]) -> None:

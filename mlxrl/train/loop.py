@@ -13,7 +13,6 @@ import mlx.optimizers as optim
 from mlxrl.algo import shaping
 from mlxrl.algo.algorithm import at_step, num_top
 from mlxrl.algo.echo import without_special_ids
-from mlxrl.algo.use import refuse_few, refuse_unusable
 from mlxrl.data import indices_of
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
@@ -23,6 +22,7 @@ from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.sample import sample
 from mlxrl.settings import EpisodeLimits, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.batch import make_batch
+from mlxrl.train.check import check_run, check_tasks
 from mlxrl.train.metrics import Clock, Diverged, averaged, describe, require_finite, warnings_of
 from mlxrl.train.minibatches import minibatches
 from mlxrl.train.optimizer import make_optimizer
@@ -130,8 +130,12 @@ def run(
     """
     rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
     rewarded = bool(rewards.functions) or gives_rewards(environment)
-    refuse_unusable(algorithm, shaped, rollout, rewarded=rewarded)
-    refuse_few(len(tasks), rollout)
+    check_run(
+        algorithm, steps=steps, rollout=rollout, sampling=sampling, reward=shaped, train=train, rewarded=rewarded,
+        warmup_steps=optimizer.warmup_steps if isinstance(optimizer, Optimizer) else 0,
+        episodes=environment is not None,
+    )  # fmt: skip
+    check_tasks(len(tasks), rollout)
     found = teacher_of(policy, algorithm, teacher)
     if environment is not None and found is not None and found.hint is not None:
         raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")

@@ -1,0 +1,70 @@
+"""Whether a run's settings go together, and whether its algorithm can learn with them."""
+
+from __future__ import annotations
+
+from mlxrl.checked import SettingError
+from mlxrl.settings import Reward, Rollout, Sampling, Train
+from mlxrl.types import Algorithm
+
+
+def check_run(
+    algorithm: Algorithm,
+    *,
+    steps: int,
+    rollout: Rollout,
+    sampling: Sampling,
+    reward: Reward,
+    train: Train,
+    warmup_steps: int,
+    rewarded: bool,
+    episodes: bool,
+) -> None:
+    """Check the settings of a run against one another and against its algorithm.
+
+    Args:
+        rewarded: whether there are reward functions, or an environment that gives rewards; episodes: whether there is
+            an environment.
+    Raises:
+        SettingError: nothing could be learned with a setting, or it would have no effect.
+    """
+    equal, parts, tasks = "makes a group's completions all equal and nothing is learned", train.minibatches, rollout
+    faults = {
+        ("sampling", "temperature"): sampling.temperature == 0 and f"wanted more than 0, got 0, which {equal}",
+        ("sampling", "top_k"): sampling.top_k == 1 and f"1 {equal}; 0 is off",
+        ("reward", "overlong_buffer"): _overlong(reward.overlong_buffer, sampling.max_tokens, episodes),
+        ("train", "minibatches"): parts > tasks.tasks_per_step
+        and f"wanted at most the {tasks.tasks_per_step} groups of a step, got {parts}",
+        ("optimizer", "warmup_steps"): warmup_steps >= steps > 0
+        and f"wanted less than the {steps} steps, got {warmup_steps}",
+    }
+    for where, why in faults.items():
+        if why:
+            raise SettingError(*where, why)
+    compares = getattr(algorithm, "compares", "nothing")
+    compared = {"group": rollout.group_size, "step": rollout.group_size * rollout.tasks_per_step}.get(compares, 2)
+    if compared < 2:
+        why = f"1 cannot learn with {algorithm.name}, which compares a completion with the others of its {compares}"
+        raise SettingError("rollout", "group_size", why)
+    if "reward" in algorithm.needs and not rewarded:
+        raise SettingError("reward", f"wanted at least one function, got none; {algorithm.name} learns from rewards")
+    given = {
+        ("reward", "overlong_buffer"): reward.overlong_buffer, ("reward", "length_penalty"): reward.length_penalty,
+        ("rollout", "resampling_rounds"): rollout.resampling_rounds,
+    }  # fmt: skip
+    for where, value in given.items():
+        if value and "reward" not in algorithm.needs:
+            raise SettingError(*where, f"has no effect, because {algorithm.name} does not use rewards")
+
+
+def _overlong(buffer: int, limit: int, episodes: bool) -> str:
+    """What is wrong with the overlong buffer, "" where nothing is."""
+    if buffer and episodes:
+        return "wanted 0 with an environment, whose turns have a limit each"
+    return f"wanted at most sampling.max_tokens, {limit}, got {buffer}" if buffer > limit else ""
+
+
+def check_tasks(count: int, rollout: Rollout) -> None:
+    """SettingError where a step wants more tasks than there are."""
+    if rollout.tasks_per_step > count:
+        why = f"wanted at most the {count} tasks there are, got {rollout.tasks_per_step}"
+        raise SettingError("rollout", "tasks_per_step", why)
