@@ -1,4 +1,4 @@
-"""Shapes that annotations name are checked in every test, of `types`, `algo` and `policy`; here, that faults are found."""
+"""Shapes that annotations name are checked in every test, of types, algo and policy; here, that faults are found."""
 
 import mlx.core as mx
 import pytest

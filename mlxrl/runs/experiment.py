@@ -202,8 +202,6 @@ def _check_echo(settings: Config, algorithm: Algorithm) -> None:
         raise SettingError("algorithm", "echo", "has no effect with environment.max_turns = 1: no answer is read")
     if "observations" in algorithm.needs and settings.environment.factory is None:
         raise SettingError("algorithm", "echo", "has no effect without environment.factory")
-    if settings.data.evaluation is not None and not rewarded:
-        raise SettingError("reward", "wanted at least one function, got none; data.evaluation is scored by them")
 
 
 def _check_teacher(settings: Config, algorithm: Algorithm) -> None:

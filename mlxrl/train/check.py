@@ -39,7 +39,7 @@ def check_run(
     }
     for where, why in faults.items():
         if why:
-            raise SettingError(*where, why)
+            raise SettingError(*where, str(why))
     compares = getattr(algorithm, "compares", "nothing")
     compared = {"group": rollout.group_size, "step": rollout.group_size * rollout.tasks_per_step}.get(compares, 2)
     if compared < 2:
