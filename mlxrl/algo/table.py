@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 
 from mlxrl import types
 from mlxrl.algo import reduce
-from mlxrl.algo.algorithm import TERMS, Algorithm, Term, ordered
+from mlxrl.algo.algorithm import TERMS, Algorithm, Term
 from mlxrl.algo.conventions import CONVENTIONS, MOVED
 from mlxrl.algo.credit import GiGPO, GroupRelative
 from mlxrl.checked import SettingError
@@ -70,7 +70,9 @@ def _made(name: str, arguments: Mapping[str, Any], given: Collection[str]) -> Al
     for key in (*given, *(term.table for term in algorithm.terms)):
         if key in dead:
             raise SettingError(name, key, f"has no effect, because {dead[key]}; leave it out")
-    return replace(algorithm, terms=ordered(algorithm.terms))
+    # In the order of TERMS, one's own after them: the order in which they were given changes no sum.
+    order = {kind: number for number, kind in enumerate(TERMS.values())}
+    return replace(algorithm, terms=tuple(sorted(terms, key=lambda term: order.get(type(term), len(order)))))
 
 
 def _dead(algorithm: Algorithm) -> dict[str, str]:
