@@ -191,7 +191,7 @@ class Algorithm:
 
 
 def comparison_of(algorithm: types.Algorithm) -> Comparison | None:
-    """How an algorithm compares distributions with a teacher's; None for one that does not say."""
+    """How an algorithm compares distributions with a teacher's; None without the member."""
     return getattr(algorithm, "comparison", None)
 
 
@@ -202,7 +202,7 @@ def num_top(algorithm: types.Algorithm) -> int:
 
 
 def at_step(algorithm: types.Algorithm, step: int) -> types.Algorithm:
-    """An algorithm at a step of the run; one that does not say is the same at every step."""
+    """An algorithm at a step of the run; the same at every step without the member."""
     at = getattr(algorithm, "at", None)
     return algorithm if at is None else at(step)
 

@@ -1,8 +1,8 @@
 """Importance ratios, and policy losses per token that are made of them.
 
-A policy loss is called with log-probs new and old, advantages and mask, [B, T] each (nats), and returns the loss per
-token, to be reduced by `reduce` with the step's totals. The gradient flows through `new` alone. What stands under the
-mask reaches neither loss nor gradient, because masks come before exponentials and sums. Losses are minimised.
+A policy loss takes log-probs new and old (nats), advantages and mask, [B, T] each, and returns the loss per token, to
+be minimised after `reduce`. The gradient flows through `new` alone. What stands under the mask reaches neither loss nor
+gradient, because masks come before exponentials and sums.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ SAFE = (-20.0, 20.0)
 
 def clamp(values: mx.array, bounds: tuple[float | None, float | None] | None) -> mx.array:
     """Values between two bounds, either of which may be None; no gradient outside them."""
-    if bounds is None:
-        return values
-    low, high = bounds
-    if low is not None:
-        values = mx.maximum(values, low)
+    low, high = bounds or (None, None)
+    values = values if low is None else mx.maximum(values, low)
     return values if high is None else mx.minimum(values, high)
 
 
@@ -53,15 +50,14 @@ def summed_log_ratio(new: PerToken, old: PerToken, mask: PerToken) -> PerSequenc
 
 
 def mean_log_ratio(new: PerToken, old: PerToken, mask: PerToken) -> PerSequence:
-    """Mean log-ratio of a completion (GSPO, arXiv 2507.18071 eq. 7); the gradient flows through the mean."""
+    """Mean log-ratio of a completion (GSPO, arXiv 2507.18071 eq. 7)."""
     return summed_log_ratio(new, old, mask) / lengths(mask)
 
 
 def mean_log_ratio_on_tokens(new: PerToken, old: PerToken, mask: PerToken) -> PerToken:
     """Mean log-ratio in value, the token's own log-prob in gradient (GSPO-token, arXiv 2507.18071 eq. 14).
 
-    sg(mean_t(new - old)) + new - sg(new): with one advantage a sequence its gradient is that of `mean_log_ratio`, and
-    it allows an advantage for every token.
+    sg(mean_t(new - old)) + new - sg(new)
     """
     own = mx.where(mask > 0, new - mx.stop_gradient(new), 0.0)
     return mx.stop_gradient(mean_log_ratio(new, old, mask)) + own
@@ -83,10 +79,7 @@ def importance(
 
 
 class Surrogate(NamedTuple):
-    """A policy loss, its ratio, and flags of the tokens whose gradient a lower and an upper bound stop.
-
-    Each is [B, T] or, where a sequence has one value, [B, 1].
-    """
+    """A policy loss, its ratio, and flags of tokens whose gradient the lower and the upper bound stop: [B, #T]."""
 
     loss: mx.array
     ratio: mx.array
@@ -109,17 +102,16 @@ def outside(ratio: Spread, advantages: Spread, low: float | None, high: float | 
 
 @checked("algorithm")
 class Ratio:
-    """The importance ratio r of a policy loss: whose log-ratio is exponentiated, and the bounds of the log-ratio.
+    """The importance ratio r of a policy loss.
 
-    ratio: that of the "token", of the "sequence" (its mean), of the "sequence_token" (the same in value, the token's
-    own in gradient) or "sequence_sum" (its sum).
+    ratio: whose log-ratio is exponentiated: that of the "token", of the "sequence" (its mean), of the "sequence_token"
+    (the same in value, the token's own in gradient) or "sequence_sum" (its sum).
     """
 
     ratio: Level = "token"
     log_ratio_clamp: Interval | None = SAFE
 
     def log_ratio(self, new: PerToken, old: PerToken, mask: PerToken) -> Spread:
-        """Log-ratio at the level, within the bounds."""
         return clamp(LEVELS[self.ratio](new, old, mask), self.log_ratio_clamp)
 
 
@@ -163,9 +155,8 @@ class ClippedWeight(Ratio):
         ratio = mx.exp(self.log_ratio(new, old, mask))
         low, high = self.clip or (None, None)
         loss = -mx.stop_gradient(bounded(ratio, low, high)) * advantages * new
-        below, _ = outside(ratio, -mx.ones_like(ratio), low, None)
-        _, above = outside(ratio, mx.ones_like(ratio), None, high)
-        return Surrogate(loss, ratio, below, above)
+        one = mx.ones_like(ratio)
+        return Surrogate(loss, ratio, outside(ratio, -one, low, high)[0], outside(ratio, one, low, high)[1])
 
 
 @checked("algorithm")
@@ -182,8 +173,7 @@ class SoftGate(Ratio):
         ratio = mx.exp(self.log_ratio(new, old, mask))
         tau = mx.where(advantages > 0, self.tau_pos, self.tau_neg)
         loss = -advantages * mx.sigmoid(tau * (ratio - 1)) * 4 / tau
-        never = mx.zeros_like(ratio)
-        return Surrogate(loss, ratio, never, never)
+        return Surrogate(loss, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
 
 
 @checked("algorithm")

@@ -81,12 +81,10 @@ def name_of(reduction: Reduction) -> Name | float | None:
 
 
 COMPUTED = "computed"
-OVER_THE_STEP = frozenset(
-    {
-        *("loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "advantages/abs_mean", "ratio/max"),
-        *("sampling/importance_sampling_ratio/max", "echo/loss", "echo/coefficient"),
-    }
-)
+OVER_THE_STEP = {
+    "loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "advantages/abs_mean", "ratio/max",
+    "sampling/importance_sampling_ratio/max", "echo/loss", "echo/coefficient",
+}  # fmt: skip
 """What `finish` does not divide: over all tokens of the step, over observed ones, or a maximum."""
 
 

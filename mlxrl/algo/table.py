@@ -13,7 +13,7 @@ from mlxrl import types
 from mlxrl.algo import reduce
 from mlxrl.algo.algorithm import TERMS, Algorithm, Term
 from mlxrl.algo.conventions import CONVENTIONS, MOVED
-from mlxrl.algo.credit import GiGPO, GroupRelative
+from mlxrl.algo.credit import GiGPO, GroupBaseline, GroupRelative
 from mlxrl.checked import SettingError
 from mlxrl.errors import brief, did_you_mean
 from mlxrl.plugins import PluginError, find
@@ -82,7 +82,7 @@ def _dead(algorithm: Algorithm) -> dict[str, str]:
         dead |= dict.fromkeys(("gamma", "similarity"), "omega is 0")
     if isinstance(credit, GiGPO | GroupRelative) and credit.scale == "none":
         dead["eps"] = "scale is 'none'"
-    if isinstance(credit, GroupRelative) and not credit.reward:
+    if isinstance(credit, GroupBaseline) and not credit.reward:
         dead |= dict.fromkeys(("scale", "eps", "whiten", "mask_truncated"), "reward is 0")
         if not any(_overrides(term, "advantage") for term in algorithm.terms):
             dead |= dict.fromkeys(_fields(algorithm.policy_loss), "reward is 0 and no term adds to the advantages")
