@@ -7,6 +7,7 @@ gradient, because masks come before exponentials and sums.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
@@ -94,10 +95,8 @@ def bounded(ratio: Spread, low: float | None, high: float | None) -> Spread:
 
 def outside(ratio: Spread, advantages: Spread, low: float | None, high: float | None) -> tuple[mx.array, mx.array]:
     """Flags [B, T]: tokens whose gradient the lower bound stops (A < 0), and the upper one (A > 0)."""
-    never = mx.zeros_like(ratio * advantages) > 0
-    below = never if low is None else (ratio < 1 - low) & (advantages < 0)
-    above = never if high is None else (ratio > 1 + high) & (advantages > 0)
-    return below, above
+    low, high = (math.inf if distance is None else distance for distance in (low, high))
+    return (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
 
 
 @checked("algorithm")
@@ -144,9 +143,7 @@ class Clipped(Ratio):
 class ClippedWeight(Ratio):
     """Clipped importance weight, unclipped gradient (CISPO, MiniMax-M1, arXiv 2506.13585 eq. 4).
 
-    l = -sg(clip(r, 1-low, 1+high)) A log pi;  clip (None, 4) is ScaleRL's cap of 5 (arXiv 2510.13786)
-
-    The flags are of the weights outside the bounds, whatever the advantage.
+    l = -sg(clip(r, 1-low, 1+high)) A log pi;  flagged are weights outside the bounds, whatever the advantage
     """
 
     clip: Clip | None = (None, 4.0)

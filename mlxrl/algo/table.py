@@ -58,7 +58,10 @@ def _made(name: str, arguments: Mapping[str, Any], given: Collection[str]) -> Al
         raise SettingError(name, "terms", f"wanted a list of terms, got {type(one).__name__}")
     chosen = {**defaults, **arguments}
     parts = [{key: chosen[key] for key in _fields(part) if key in chosen} for part in (credit, policy_loss)]
-    terms = (*chosen["terms"], chosen["teacher"]) if "teacher" in chosen else tuple(chosen["terms"])
+    terms = (*chosen["terms"], chosen["teacher"]) if "teacher" in chosen else chosen["terms"]
+    # In the order of TERMS, one's own after them: the order in which they were given changes no sum.
+    order = {kind: number for number, kind in enumerate(TERMS.values())}
+    terms = tuple(sorted(terms, key=lambda term: order.get(type(term), len(order))))
     try:
         reduction = reduce.named(chosen["reduction"])
         algorithm = Algorithm(name, replace(credit, **parts[0]), replace(policy_loss, **parts[1]), reduction, terms)
@@ -70,9 +73,7 @@ def _made(name: str, arguments: Mapping[str, Any], given: Collection[str]) -> Al
     for key in (*given, *(term.table for term in algorithm.terms)):
         if key in dead:
             raise SettingError(name, key, f"has no effect, because {dead[key]}; leave it out")
-    # In the order of TERMS, one's own after them: the order in which they were given changes no sum.
-    order = {kind: number for number, kind in enumerate(TERMS.values())}
-    return replace(algorithm, terms=tuple(sorted(terms, key=lambda term: order.get(type(term), len(order)))))
+    return algorithm
 
 
 def _dead(algorithm: Algorithm) -> dict[str, str]:
@@ -101,14 +102,12 @@ def _fields(part: Any) -> dict[str, Any]:
 def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.Algorithm:
     """The algorithm of a table [algorithm]: a name, the arguments of its recipe, and a table for each term.
 
-    `{"name": "grpo", "clip": [0.2, 0.28], "kl": {"coefficient": 0.04}}`. `convention` names a library whose values
-    stand in for those that are not given. The name may be `file.py:make`, a function of one's own that takes the
-    other keys, terms as `terms`, and returns an algorithm.
+    `{"name": "grpo", "clip": [0.2, 0.28], "kl": {"coefficient": 0.04}}`. `convention` names a library whose values are
+    the defaults. The name may be `file.py:make`, a function of one's own that takes the other keys, terms as `terms`,
+    and returns an algorithm; such files are looked for in `folder`, then in the current directory.
 
-    Args:
-        folder: where such files are looked for before the current directory.
     Raises:
-        UserError: one line.
+        UserError: a key or a value is wrong, or has no effect.
     """
     given = {key: _frozen(value) for key, value in table.items()}
     name = str(given.pop("name", "grpo"))
@@ -127,7 +126,7 @@ def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.A
 
 
 def _own(name: str, given: Mapping[str, Any], folder: str | Path | None) -> types.Algorithm:
-    """What a function of the user's returns."""
+    """The algorithm that a function of the user's returns."""
     try:
         function = find(name, folder)
     except PluginError as error:
@@ -180,7 +179,7 @@ def _refuse_keys(name: str, given: Mapping[str, Any], parameters: Collection[str
 
 
 def _unknown(key: str, known: Collection[str], parameters: Collection[str] = ()) -> str:
-    """What is said of a key that is not known here: where it is known, or what is close to it."""
+    """The message for a key that is not known here: where it is known, or what is close to it."""
     if key in MOVED:
         return f"{key!r} is now {MOVED[key]}"
     homes = ["algorithm"] if key in parameters else []
