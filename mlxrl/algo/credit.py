@@ -32,9 +32,7 @@ Over: TypeAlias = Literal["trajectory", "step"]
 class Whiten:
     """Values to mean 0 and variance 1 over all tokens of the step (REINFORCE++, arXiv 2501.03262).
 
-    (x - mean) / sqrt(max(var, floor) + eps),  var divides by n - ddof
-
-    verl, slime: ddof 1, eps 1e-8. OpenRLHF: ddof 0, eps 0, floor 1e-8. All values equal: exactly 0.
+    (x - mean) / sqrt(max(var, floor) + eps),  var divides by n - ddof;  exactly 0 where all values are equal
     """
 
     ddof: Annotated[Natural, says("taken off the number of values that divides the variance")] = 1
@@ -53,7 +51,7 @@ class Whiten:
 
 @checked("algorithm")
 class GroupBaseline:
-    """Credit per trajectory by a baseline made of its group's rewards, as `advantages.leave_one_out`.
+    """Credit per trajectory against a baseline of its group's rewards, as `advantages.leave_one_out`.
 
     baseline: (rewards [N], ids [N] of their groups) to advantages [N].
     whiten: of the advantages of all tokens of the step, of which a trajectory's are the same.

@@ -1,8 +1,8 @@
 """Divergences of the policy from a reference or a teacher: estimated on sampled tokens, or summed over distributions.
 
-Shapes: B sequences, T tokens, K top ids, V vocabulary. Distributions are log-probs on their last axis, [B, T, K] or
-[B, T, V]; nats. ABSENT marks an id that is not there (-inf does too). Sums over top ids need a tail or a
-renormalisation: without either, mass that leaves them looks like progress.
+Distributions are log-probs in nats on their last axis, [B, T, K] of top ids or [B, T, V] of the vocabulary; ABSENT or
+-inf marks an id that is missing. Sums over top ids need a tail or a renormalisation: without either, mass that leaves
+the ids lowers the loss.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def estimate(
 
 
 def present(logprobs: Distribution) -> mx.array:
-    """True for ids that are there."""
+    """False for ids that are missing."""
     return logprobs > ABSENT / 2
 
 

@@ -20,7 +20,7 @@ from mlxrl.types import Logprobs, Metrics, MicroBatch, Totals
 class Echo(Term):
     """Prediction of what environments return (ECHO, arXiv 2605.24517), besides what the algorithm learns.
 
-    c sum_{observed tokens} -log pi(token | what stands before it) / (observed tokens of the step)
+    c sum_{observed tokens} -log pi(token | its past) / (observed tokens of the step)
 
     Observed are the tokens that an environment returned, not those of the first prompt nor forced ones, in every
     trajectory that did not end in an error: one without advantage counts too. The denominator is theirs alone, so that

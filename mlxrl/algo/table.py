@@ -66,8 +66,7 @@ def _made(name: str, arguments: Mapping[str, Any], given: Collection[str]) -> Al
         reduction = reduce.named(chosen["reduction"])
         algorithm = Algorithm(name, replace(credit, **parts[0]), replace(policy_loss, **parts[1]), reduction, terms)
     except SettingError as error:
-        places = error.parts
-        raise SettingError(name, *places[1:]) if places[0] == "algorithm" else error from None
+        raise SettingError(name, *error.parts[1:]) if error.parts[0] == "algorithm" else error from None
     dead = _dead(algorithm)
     dead |= {term.table: dead["clip"] for term in algorithm.terms if "clip" in dead and _overrides(term, "factor")}
     for key in (*given, *(term.table for term in algorithm.terms)):
@@ -116,7 +115,12 @@ def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.A
     if name not in RECIPES:
         hint = did_you_mean(name, RECIPES) or f"; there are {', '.join(RECIPES)}, or 'file.py:function'"
         raise SettingError("algorithm", "name", f"unknown algorithm {name!r}{hint}")
-    usual, defaults = _convention(name, given.pop("convention", None)), _PARTS[name][2]
+    known = {family: recipes[name] for family, recipes in CONVENTIONS.items() if name in recipes}
+    convention = given.pop("convention", None)
+    if convention is not None and convention not in known:
+        wanted = f"one of {', '.join(sorted(known))}" if known else "none"
+        raise SettingError("algorithm", name, "convention", f"wanted {wanted}, got {brief(convention)}")
+    usual, defaults = {} if convention is None else known[convention], _PARTS[name][2]
     _refuse_keys(name, given, defaults)
     arguments = _with_terms(_with_convention(given, usual, defaults), defaults)
     try:
@@ -145,14 +149,6 @@ def _own(name: str, given: Mapping[str, Any], folder: str | Path | None) -> type
     if not isinstance(made, types.Algorithm):
         raise PluginError("algorithm", name, f"wanted a function that returns an algorithm, got {brief(made)}")
     return made
-
-
-def _convention(name: str, convention: Any) -> Mapping[str, Any]:
-    known = {family: recipes[name] for family, recipes in CONVENTIONS.items() if name in recipes}
-    if convention is not None and convention not in known:
-        wanted = f"one of {', '.join(sorted(known))}" if known else "none"
-        raise SettingError("algorithm", name, "convention", f"wanted {wanted}, got {brief(convention)}")
-    return {} if convention is None else known[convention]
 
 
 def _frozen(value: Any) -> Any:
