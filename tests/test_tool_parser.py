@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxrl.tools import Parser, parser_of
-from mlxrl.tools.parser import tool_calls
+from mlxrl.tools.calls import tool_calls
 
 
 def call(name: str, **arguments: Any) -> str:

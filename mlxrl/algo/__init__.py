@@ -10,11 +10,11 @@ from mlxrl.algo.algorithm import Algorithm, Term
 from mlxrl.algo.credit import Whiten
 from mlxrl.algo.echo import Echo
 from mlxrl.algo.losses import Surrogate
-from mlxrl.algo.metrics import finish
 from mlxrl.algo.recipes import (
     cispo, dapo, dppo, dr_grpo, gigpo, gmpo, grpo, gspo, gspo_token, luspo, max_rl, opd,
     reinforce_pp, reinforce_pp_baseline, rloo, sapo,
 )
+from mlxrl.algo.reduce import finish
 from mlxrl.algo.table import RECIPES, arguments_of, build
 from mlxrl.algo.terms import (
     KL, Correction, Entropy, KLReward, OffPolicyMask, TeacherAdvantage, TeacherKL, TeacherSurrogate, TeacherTopK,

@@ -1,9 +1,8 @@
-"""From the rewards of a task's completions to their advantages.
+"""From the rewards of a task's completions to their advantages, in float64 numpy.
 
-Host-side float64 numpy: N completions (or steps), `ids` [N] says which group each belongs to (any order, any size). A
-NaN reward is a completion that could not be scored: it is left out of every statistic and has advantage 0. A group
-whose raw rewards are all equal has advantage exactly 0, whatever the rounding of its mean. Standard deviations divide
-by n-1.
+N completions (or steps), `ids` [N] says which group each belongs to. A NaN reward is a completion that could not be
+scored: it is in no statistic and has advantage 0. A group whose rewards are all equal has advantage exactly 0, whatever
+the rounding of its mean. Standard deviations divide by n-1.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ def by_group(rewards: ArrayLike, ids: Ids, function: Callable[[Floats], ArrayLik
 def group_relative(rewards: ArrayLike, ids: Ids, scale: Scale = "group", eps: float = 1e-6) -> Floats:
     """[N] advantages against the group's mean (GRPO, arXiv 2402.03300; without scale Dr. GRPO, 2503.20783).
 
-    A_i = (r_i - mean_g) / (std + eps), std of the group, of the whole batch, or A_i = r_i - mean_g
-
-    eps stands outside the root.
+    A_i = (r_i - mean_g) / (std + eps), std of the group or of the whole batch, or A_i = r_i - mean_g
     """
     if scale == "none":
         return by_group(rewards, ids, lambda r: r - r.mean())
@@ -99,10 +96,10 @@ def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def clusters(states: Sequence[Hashable | None], groups: Ids, threshold: float = 0.9) -> list[int]:
-    """[N] a cluster number for each step, equal where states are alike, in order of first appearance.
+    """[N] a cluster number for each step, in order of first appearance (verl-agent's similarity grouping).
 
-    A step joins the first cluster of its group whose first member is similar, SequenceMatcher ratio >= threshold
-    (verl-agent's similarity grouping). One without a state, None, is alone.
+    A step joins the first cluster of its group whose first member is similar, SequenceMatcher ratio >= threshold. One
+    without a state, None, is alone.
     """
     found: dict[Hashable, list[tuple[str, int]]] = {}
     count, out = 0, list[int]()

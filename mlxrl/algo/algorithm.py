@@ -9,10 +9,9 @@ from typing import ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
 import mlx.core as mx
 
 from mlxrl import types
-from mlxrl.algo import metrics as report
 from mlxrl.algo.credit import Advantages, Compares, Credit
 from mlxrl.algo.losses import Surrogate, log_ratio
-from mlxrl.algo.reduce import Reduction, masked, token_mean
+from mlxrl.algo.reduce import Reduction, masked, of_mismatch, of_policy, token_mean
 from mlxrl.checked import SettingError, checked
 from mlxrl.errors import brief
 from mlxrl.types import Comparison, Group, Logprobs, Metrics, MicroBatch, Totals
@@ -24,14 +23,13 @@ PolicyLoss: TypeAlias = Callable[[mx.array, mx.array, mx.array, mx.array], Surro
 class Term:
     """What is added to an algorithm: a frozen value of a subclass, which has one of `advantage`, `factor` and `loss`.
 
-    Each is of the log-probs `new` of a micro-batch, whose `old_logprobs` are filled in, and of the micro-batch; its
-    result is [B, T], or [B, 1] where a sequence has one value.
+    Each takes the log-probs `new` of a micro-batch, and the micro-batch with its `old_logprobs`, and returns [B, T], or
+    [B, 1] where a sequence has one value. needs: see `types.Algorithm`.
     """
 
     __slots__ = ()
     table: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What has to be there before the loss; see `types.Algorithm`."""
 
     @property
     def comparison(self) -> Comparison | None:
@@ -52,7 +50,7 @@ class Term:
         """Reduced as the policy loss is, and added to it times the term's `coefficient`."""
 
     def share(self, new: Logprobs, batch: MicroBatch, totals: Totals, reduction: Reduction) -> mx.array | None:
-        """The scalar that is added to the loss; a term with denominators of its own has its own."""
+        """The scalar that is added to the loss: its own for a term with denominators of its own."""
         values = self.loss(new, batch)
         return None if values is None else getattr(self, "coefficient", 1.0) * reduction(values, batch.mask, totals)
 
@@ -76,28 +74,21 @@ def term(table: str) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-def ordered(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Terms in the order of TERMS, one's own after them: how they were written down changes no sum."""
-    kinds = list(TERMS.values())
-    return tuple(sorted(terms, key=lambda term: kinds.index(type(term)) if type(term) in kinds else len(kinds)))
-
-
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """Credit, a policy loss, a reduction and terms; `replace` makes another of it. Shapes: B sequences, T tokens.
+    """Credit, a policy loss, a reduction and terms. Shapes: B sequences, T tokens.
 
     loss = reduction(policy_loss(new, old, A + sum of advantage terms, mask) * product of factors) + sum of loss terms
 
     Args:
         name: of the algorithm in errors and on the console.
         credit: from the step's groups of trajectories to advantages A, of their shape: for every trajectory a float, or
-            a list with a float for every token sampled. A trajectory has its `reward`, its `turns`, and its task's
-            columns, `trajectory.task.columns["answer"]`. See `credit`.
+            a list with a float for every token sampled. See `credit`.
         policy_loss: (new, old, advantages, mask), [B, T] each, to losses [B, T], as `-advantages * mx.exp(new - old)`,
             or to a `losses.Surrogate`, which reports its ratio and flags too. `old` are the log-probs at the weights
             before the step's first update; the gradient flows through `new` alone. See `losses`.
         reduction: (values [B, T], mask [B, T], totals of the step) to a scalar; the results of micro-batches add up.
-            One of `reduce`: `token_mean`, `sequence_mean`, `Constant()`, `total`.
+            See `reduce`.
         terms: of `terms`, or one's own; one of a kind, and one that learns from a teacher.
     """
 
@@ -121,7 +112,7 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What has to be there before the loss; see `types.Algorithm`."""
+        """What the loss needs; see `types.Algorithm`."""
         own = {"old"} | ({"reward"} if getattr(self.credit, "uses_rewards", True) else set[str]())
         kept = {"top_ids"} if self.comparison is not None and self.comparison.support == "student" else set[str]()
         return frozenset().union(own, kept, *(term.needs for term in self.terms))
@@ -158,15 +149,16 @@ class Algorithm:
         return self.credit(groups)
 
     def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, Metrics]:
-        """The micro-batch's share of the step's loss and of its metrics, both to be added up over the micro-batches.
-
-        `metrics.finish` turns the sums of the metrics into what is shown.
-        """
+        """The micro-batch's share of the step's loss, and of its metrics, which `reduce.finish` completes."""
         batch = self._prepared(new, batch)
         assert batch.old_logprobs is not None
         old, mask = batch.old_logprobs, batch.mask
         found = self.policy_loss(new.token_logprobs, old, batch.advantages, mask)
-        surrogate = found if isinstance(found, Surrogate) else _unclipped(found, new.token_logprobs, old, mask)
+        if isinstance(found, Surrogate):
+            surrogate = found
+        else:
+            ratio = mx.exp(log_ratio(new.token_logprobs, old, mask))
+            surrogate = Surrogate(found, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
         factors = [value for term in self.terms if (value := term.factor(new, batch)) is not None]
         weight = mx.ones_like(mask)
         for factor in factors:
@@ -176,8 +168,8 @@ class Algorithm:
         for term in self.terms:
             share = term.share(new, batch, totals, self.reduction)
             loss = loss if share is None else loss + share
-        metrics = report.of_policy(surrogate, new.token_logprobs, old, batch.advantages, mask, totals)
-        metrics |= report.of_mismatch(old, batch.sampler_logprobs, mask, totals)
+        metrics = of_policy(surrogate, new.token_logprobs, old, batch.advantages, mask, totals)
+        metrics |= of_mismatch(old, batch.sampler_logprobs, mask, totals)
         for term in self.terms:
             metrics |= term.metrics(new, batch, totals)
         if factors:
@@ -198,15 +190,8 @@ class Algorithm:
         return replace(batch, advantages=masked(advantages, batch.mask))
 
 
-def _unclipped(loss: mx.array, new: mx.array, old: mx.array, mask: mx.array) -> Surrogate:
-    """What is reported of a policy loss that says no more than its losses."""
-    ratio = mx.exp(log_ratio(new, old, mask))
-    never = mx.zeros_like(ratio)
-    return Surrogate(loss, ratio, never, never)
-
-
 def comparison_of(algorithm: types.Algorithm) -> Comparison | None:
-    """How an algorithm compares distributions with a teacher's; None for one that does not say."""
+    """How an algorithm compares distributions with a teacher's; None without the member."""
     return getattr(algorithm, "comparison", None)
 
 
@@ -217,7 +202,7 @@ def num_top(algorithm: types.Algorithm) -> int:
 
 
 def at_step(algorithm: types.Algorithm, step: int) -> types.Algorithm:
-    """An algorithm at a step of the run; one that does not say is the same at every step."""
+    """An algorithm at a step of the run; the same at every step without the member."""
     at = getattr(algorithm, "at", None)
     return algorithm if at is None else at(step)
 

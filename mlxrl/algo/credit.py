@@ -1,17 +1,17 @@
 """Credit: from the step's scored groups to advantages.
 
-A credit is called with the groups and returns, in their shape, a float for every trajectory or a list with a float for
-every token that the model sampled. A trajectory without a reward (NaN), or that ended in an error, has advantage 0 and
-is in no statistic. Any function of the groups is a credit. It may have two attributes: `uses_rewards`, whether rewards
-matter to it (if it does not say, they do), and `compares`, what a trajectory is compared with: the others of its
-"group", which then needs two, those of the whole "step", or "nothing" (if it does not say).
+Any function is a credit that takes the groups and returns, in their shape, a float for every trajectory or a list with
+a float for every token that the model sampled. A trajectory without a reward (NaN), or that ended in an error, has
+advantage 0 and is in no statistic. A credit may have two attributes: `uses_rewards`, whether it needs rewards (True if
+missing), and `compares`, what a trajectory is compared with: the others of its "group", which then needs two, those of
+the whole "step", or "nothing" (if missing).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -32,9 +32,7 @@ Over: TypeAlias = Literal["trajectory", "step"]
 class Whiten:
     """Values to mean 0 and variance 1 over all tokens of the step (REINFORCE++, arXiv 2501.03262).
 
-    (x - mean) / sqrt(max(var, floor) + eps),  var divides by n - ddof
-
-    verl, slime: ddof 1, eps 1e-8. OpenRLHF: ddof 0, eps 0, floor 1e-8. All values equal: exactly 0.
+    (x - mean) / sqrt(max(var, floor) + eps),  var divides by n - ddof;  exactly 0 where all values are equal
     """
 
     ddof: Annotated[Natural, says("taken off the number of values that divides the variance")] = 1
@@ -53,42 +51,17 @@ class Whiten:
 
 @checked("algorithm")
 class GroupBaseline:
-    """Credit per trajectory by a baseline made of its group's rewards, as `advantages.leave_one_out`.
+    """Credit per trajectory against a baseline of its group's rewards, as `advantages.leave_one_out`.
 
     baseline: (rewards [N], ids [N] of their groups) to advantages [N].
     whiten: of the advantages of all tokens of the step, of which a trajectory's are the same.
     mask_truncated: a trajectory that ran into the token limit gets advantage 0, and stays in every denominator.
+    reward: factor of the advantages; 0 takes no rewards.
     """
 
     baseline: Any = maths.leave_one_out
     whiten: Whiten | None = None
     mask_truncated: bool = False
-
-    @property
-    def compares(self) -> Compares:
-        return "group"
-
-    def values(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
-        """[N] advantages of the trajectories."""
-        return self.baseline(rewards_of(trajectories), ids)
-
-    def __call__(self, groups: Sequence[Group]) -> Advantages:
-        trajectories, ids = flat(groups)
-        values = self.values(trajectories, ids)
-        values = values if self.whiten is None else _over_tokens(self.whiten, values, trajectories)
-        return _grouped(values.tolist(), groups, self.mask_truncated)
-
-
-@checked("algorithm")
-class GroupRelative(GroupBaseline):
-    """`advantages.group_relative`, times `reward`, which may be 0.
-
-    scale: the standard deviation that divides, that of the "group", of the whole "batch", or "none"; with "function"
-    every reward function is put on its group's scale by itself before the sum, `advantages.normalise_then_sum`.
-    """
-
-    scale: Literal["group", "batch", "function", "none"] = "group"
-    eps: NotNegative = 1e-6
     reward: NotNegative = 1.0
 
     @property
@@ -100,11 +73,31 @@ class GroupRelative(GroupBaseline):
         return "group" if self.reward else "nothing"
 
     def values(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
-        if not self.reward:
-            return np.zeros(len(trajectories))
+        """[N] advantages of the trajectories."""
+        return self.baseline(rewards_of(trajectories), ids)
+
+    def __call__(self, groups: Sequence[Group]) -> Advantages:
+        trajectories, ids = flat(groups)
+        values = self.reward * self.values(trajectories, ids) if self.reward else np.zeros(len(trajectories))
+        values = values if self.whiten is None else _over_tokens(self.whiten, values, trajectories)
+        return _grouped(values.tolist(), groups, self.mask_truncated)
+
+
+@checked("algorithm")
+class GroupRelative(GroupBaseline):
+    """The baseline is the group's mean: `advantages.group_relative`.
+
+    scale: the standard deviation that divides, that of the "group", of the whole "batch", or "none"; with "function"
+    every reward function is put on its group's scale by itself before the sum, `advantages.normalise_then_sum`.
+    """
+
+    scale: Literal["group", "batch", "function", "none"] = "group"
+    eps: NotNegative = 1e-6
+
+    def values(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
         if self.scale == "function":
-            return self.reward * _by_function(trajectories, ids, self.eps)
-        return self.reward * maths.group_relative(rewards_of(trajectories), ids, self.scale, self.eps)
+            return _by_function(trajectories, ids, self.eps)
+        return maths.group_relative(rewards_of(trajectories), ids, self.scale, self.eps)
 
 
 @checked("algorithm")
@@ -141,9 +134,8 @@ class GiGPO:
 
     A_E is the episode against its group (eq. 3), A_S each step against the group's steps from the same state (eq. 7),
     both by `advantages.group_relative`, with returns discounted by gamma.
-    similarity: likeness that makes two states the same, `advantages.clusters`; None where they must be equal.
-    episode_over: the group's statistics count every "trajectory" once (the paper), or every "step", so that long
-    trajectories weigh more (verl-agent).
+    similarity: from which on two states are the same, see `advantages.clusters`; None where they must be equal.
+    episode_over: the group's statistics count every "trajectory" once (the paper), or every "step" (verl-agent).
     """
 
     gamma: Share = 0.95
@@ -153,10 +145,7 @@ class GiGPO:
     scale: Scale = "none"
     eps: NotNegative = 1e-6
     mask_truncated: bool = False
-
-    @property
-    def compares(self) -> Compares:
-        return "group"
+    compares: ClassVar[Compares] = "group"
 
     def __call__(self, groups: Sequence[Group]) -> Advantages:
         trajectories, ids = flat(groups)
@@ -201,13 +190,9 @@ def step_rewards(trajectory: Trajectory) -> list[float]:
 
 def _grouped(values: Sequence[Value], groups: Sequence[Group], mask_truncated: bool) -> Advantages:
     """One value per trajectory, in order, in the shape of the groups; 0 for those masked as truncated."""
-    remaining = iter(values)
-
-    def own(trajectory: Trajectory) -> Value:
-        value = next(remaining)
-        return 0.0 if mask_truncated and trajectory.stop == "length" else value
-
-    return [[own(one) for one in group] for group in groups]
+    lost = [mask_truncated and one.stop == "length" for one in flat(groups)[0]]
+    remaining = iter([0.0 if masked else value for value, masked in zip(values, lost, strict=True)])
+    return [[next(remaining) for _ in group] for group in groups]
 
 
 def _over_tokens(whiten: Whiten, values: Floats, trajectories: Sequence[Trajectory]) -> Floats:

@@ -1,8 +1,8 @@
 """Divergences of the policy from a reference or a teacher: estimated on sampled tokens, or summed over distributions.
 
-Shapes: B sequences, T tokens, K top ids, V vocabulary. Distributions are log-probs on their last axis, [B, T, K] or
-[B, T, V]; nats. ABSENT marks an id that is not there (-inf does too). Sums over top ids need a tail or a
-renormalisation: without either, mass that leaves them looks like progress.
+Distributions are log-probs in nats on their last axis, [B, T, K] of top ids or [B, T, V] of the vocabulary; ABSENT or
+-inf marks an id that is missing. Sums over top ids need a tail or a renormalisation: without either, mass that leaves
+the ids lowers the loss.
 """
 
 from __future__ import annotations
@@ -22,24 +22,9 @@ Distribution: TypeAlias = Annotated[mx.array, "... K"]
 Values: TypeAlias = Annotated[mx.array, "..."]
 
 
-def k1(x: mx.array) -> mx.array:
-    """x: unbiased, noisy, and of either sign; its gradient has mean 0, so it belongs in the reward."""
-    return x
-
-
-def absolute(x: mx.array) -> mx.array:
-    """|x|."""
-    return mx.abs(x)
-
-
-def k2(x: mx.array) -> mx.array:
-    """x^2 / 2: biased in value, right in gradient."""
-    return 0.5 * x * x
-
-
 def k3(x: mx.array) -> mx.array:
     """exp(-x) - 1 + x: unbiased and never negative (GRPO, arXiv 2402.03300 eq. 4)."""
-    return mx.expm1(-x) + x  # exp(-x) - 1 would leave nothing but rounding of a small divergence
+    return mx.expm1(-x) + x  # exp(-x) - 1 would leave only the rounding of a small divergence
 
 
 def straight_through(value: mx.array, gradient: mx.array) -> mx.array:
@@ -47,7 +32,12 @@ def straight_through(value: mx.array, gradient: mx.array) -> mx.array:
     return mx.stop_gradient(value) + gradient - mx.stop_gradient(gradient)
 
 
-ESTIMATORS: dict[str, Callable[[mx.array], mx.array]] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+ESTIMATORS: dict[str, Callable[[mx.array], mx.array]] = {
+    "k1": lambda x: x,  # unbiased, noisy, and of either sign; its gradient has mean 0, so it belongs in the reward
+    "abs": mx.abs,
+    "k2": lambda x: 0.5 * x * x,  # biased in value, right in gradient
+    "k3": k3,
+}
 
 
 def estimate(
@@ -73,13 +63,12 @@ def estimate(
     """
     x = clamp(log_ratio(new, reference, mask), log_ratio_clamp)
     value = ESTIMATORS[estimator](x)
-    value = value if weight is None else value * weight
-    value = clamp(value, value_clamp)
+    value = clamp(value if weight is None else value * weight, value_clamp)
     return value if straight is None else straight_through(value, ESTIMATORS[straight](x))
 
 
 def present(logprobs: Distribution) -> mx.array:
-    """True for ids that are there."""
+    """False for ids that are missing."""
     return logprobs > ABSENT / 2
 
 

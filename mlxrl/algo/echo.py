@@ -1,4 +1,4 @@
-"""ECHO: the policy learns to predict what its actions bring about, beside whatever its algorithm teaches."""
+"""ECHO: the policy also learns to predict what its actions bring about."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mlxrl.types import Logprobs, Metrics, MicroBatch, Totals
 
 @term("echo")
 class Echo(Term):
-    """Prediction of what environments answer (ECHO, arXiv 2605.24517), beside whatever the algorithm teaches.
+    """Prediction of what environments return (ECHO, arXiv 2605.24517), besides what the algorithm learns.
 
-    c sum_{observed tokens} -log pi(token | what stands before it) / (observed tokens of the step)
+    c sum_{observed tokens} -log pi(token | its past) / (observed tokens of the step)
 
-    Observed are the tokens that an environment returned, not those of the first prompt nor forced ones, over all
-    trajectories of the step but those that ended in an error: one without advantage teaches here too. The denominator
-    is theirs alone, so that the weight of the algorithm's own loss stays what it was.
+    Observed are the tokens that an environment returned, not those of the first prompt nor forced ones, in every
+    trajectory that did not end in an error: one without advantage counts too. The denominator is theirs alone, so that
+    the weight of the algorithm's own loss stays what it was.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"observations"})
@@ -39,15 +39,14 @@ class Echo(Term):
         return replace(self, weight=self.weight * left, taper=0) if left else None
 
     def share(self, new: Logprobs, batch: MicroBatch, totals: Totals, reduction: Reduction) -> mx.array:
-        return self.weight * self._missed(new, batch, totals)
+        return self.weight * self._cross_entropy(new, batch, totals)
 
     def metrics(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> Metrics:
-        predicted = there(batch.observation_mask).sum()
-        factor = self.weight * predicted / max(totals.observation_tokens, 1)
-        return {"echo/loss": self._missed(new, batch, totals), "echo/coefficient": factor}
+        factor = self.weight * there(batch.observation_mask).sum() / max(totals.observation_tokens, 1)
+        return {"echo/loss": self._cross_entropy(new, batch, totals), "echo/coefficient": factor}
 
-    def _missed(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> mx.array:
-        """Cross-entropy in nats per observed token of the step."""
+    def _cross_entropy(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> mx.array:
+        """In nats per observed token of the step."""
         logprobs, observed = there(new.observation_logprobs), there(batch.observation_mask)
         return total(-logprobs, observed) / max(totals.observation_tokens, 1)
 

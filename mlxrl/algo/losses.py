@@ -1,12 +1,13 @@
 """Importance ratios, and policy losses per token that are made of them.
 
-A policy loss is called with log-probs new and old, advantages and mask, [B, T] each (nats), and returns the loss per
-token, to be reduced by `reduce` with the step's totals. The gradient flows through `new` alone. What stands under the
-mask reaches neither loss nor gradient, because masks come before exponentials and sums. Losses are minimised.
+A policy loss takes log-probs new and old (nats), advantages and mask, [B, T] each, and returns the loss per token, to
+be minimised after `reduce`. The gradient flows through `new` alone. What stands under the mask reaches neither loss nor
+gradient, because masks come before exponentials and sums.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
@@ -29,11 +30,8 @@ SAFE = (-20.0, 20.0)
 
 def clamp(values: mx.array, bounds: tuple[float | None, float | None] | None) -> mx.array:
     """Values between two bounds, either of which may be None; no gradient outside them."""
-    if bounds is None:
-        return values
-    low, high = bounds
-    if low is not None:
-        values = mx.maximum(values, low)
+    low, high = bounds or (None, None)
+    values = values if low is None else mx.maximum(values, low)
     return values if high is None else mx.minimum(values, high)
 
 
@@ -53,15 +51,14 @@ def summed_log_ratio(new: PerToken, old: PerToken, mask: PerToken) -> PerSequenc
 
 
 def mean_log_ratio(new: PerToken, old: PerToken, mask: PerToken) -> PerSequence:
-    """Mean log-ratio of a completion (GSPO, arXiv 2507.18071 eq. 7); the gradient flows through the mean."""
+    """Mean log-ratio of a completion (GSPO, arXiv 2507.18071 eq. 7)."""
     return summed_log_ratio(new, old, mask) / lengths(mask)
 
 
 def mean_log_ratio_on_tokens(new: PerToken, old: PerToken, mask: PerToken) -> PerToken:
     """Mean log-ratio in value, the token's own log-prob in gradient (GSPO-token, arXiv 2507.18071 eq. 14).
 
-    sg(mean_t(new - old)) + new - sg(new): with one advantage a sequence its gradient is that of `mean_log_ratio`, and
-    it allows an advantage for every token.
+    sg(mean_t(new - old)) + new - sg(new)
     """
     own = mx.where(mask > 0, new - mx.stop_gradient(new), 0.0)
     return mx.stop_gradient(mean_log_ratio(new, old, mask)) + own
@@ -83,10 +80,7 @@ def importance(
 
 
 class Surrogate(NamedTuple):
-    """A policy loss, its ratio, and flags of the tokens whose gradient a lower and an upper bound stop.
-
-    Each is [B, T] or, where a sequence has one value, [B, 1].
-    """
+    """A policy loss, its ratio, and flags of tokens whose gradient the lower and the upper bound stop: [B, #T]."""
 
     loss: mx.array
     ratio: mx.array
@@ -101,25 +95,22 @@ def bounded(ratio: Spread, low: float | None, high: float | None) -> Spread:
 
 def outside(ratio: Spread, advantages: Spread, low: float | None, high: float | None) -> tuple[mx.array, mx.array]:
     """Flags [B, T]: tokens whose gradient the lower bound stops (A < 0), and the upper one (A > 0)."""
-    never = mx.zeros_like(ratio * advantages) > 0
-    below = never if low is None else (ratio < 1 - low) & (advantages < 0)
-    above = never if high is None else (ratio > 1 + high) & (advantages > 0)
-    return below, above
+    low, high = (math.inf if distance is None else distance for distance in (low, high))
+    return (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
 
 
 @checked("algorithm")
 class Ratio:
-    """The importance ratio r of a policy loss: whose log-ratio is exponentiated, and the bounds of the log-ratio.
+    """The importance ratio r of a policy loss.
 
-    ratio: that of the "token", of the "sequence" (its mean), of the "sequence_token" (the same in value, the token's
-    own in gradient) or "sequence_sum" (its sum).
+    ratio: whose log-ratio is exponentiated: that of the "token", of the "sequence" (its mean), of the "sequence_token"
+    (the same in value, the token's own in gradient) or "sequence_sum" (its sum).
     """
 
     ratio: Level = "token"
     log_ratio_clamp: Interval | None = SAFE
 
     def log_ratio(self, new: PerToken, old: PerToken, mask: PerToken) -> Spread:
-        """Log-ratio at the level, within the bounds."""
         return clamp(LEVELS[self.ratio](new, old, mask), self.log_ratio_clamp)
 
 
@@ -152,9 +143,7 @@ class Clipped(Ratio):
 class ClippedWeight(Ratio):
     """Clipped importance weight, unclipped gradient (CISPO, MiniMax-M1, arXiv 2506.13585 eq. 4).
 
-    l = -sg(clip(r, 1-low, 1+high)) A log pi;  clip (None, 4) is ScaleRL's cap of 5 (arXiv 2510.13786)
-
-    The flags are of the weights outside the bounds, whatever the advantage.
+    l = -sg(clip(r, 1-low, 1+high)) A log pi;  flagged are weights outside the bounds, whatever the advantage
     """
 
     clip: Clip | None = (None, 4.0)
@@ -163,9 +152,8 @@ class ClippedWeight(Ratio):
         ratio = mx.exp(self.log_ratio(new, old, mask))
         low, high = self.clip or (None, None)
         loss = -mx.stop_gradient(bounded(ratio, low, high)) * advantages * new
-        below, _ = outside(ratio, -mx.ones_like(ratio), low, None)
-        _, above = outside(ratio, mx.ones_like(ratio), None, high)
-        return Surrogate(loss, ratio, below, above)
+        one = mx.ones_like(ratio)
+        return Surrogate(loss, ratio, outside(ratio, -one, low, high)[0], outside(ratio, one, low, high)[1])
 
 
 @checked("algorithm")
@@ -182,8 +170,7 @@ class SoftGate(Ratio):
         ratio = mx.exp(self.log_ratio(new, old, mask))
         tau = mx.where(advantages > 0, self.tau_pos, self.tau_neg)
         loss = -advantages * mx.sigmoid(tau * (ratio - 1)) * 4 / tau
-        never = mx.zeros_like(ratio)
-        return Surrogate(loss, ratio, never, never)
+        return Surrogate(loss, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
 
 
 @checked("algorithm")

@@ -1,13 +1,13 @@
 """The algorithms: compositions of credit, policy loss, reduction and terms, with the literature's defaults.
 
-Arguments that many take; rho = exp(new - old), losses are minimised:
+Each is declared: its decorator names the credit and the policy loss, its signature the settings of both that it takes;
+rho = exp(new - old), losses are minimised. Other libraries' values are in `conventions`. Settings that many take:
     clip, dual_clip, delta: bounds of the ratio, clip as distances from 1; see `losses.Clipped`.
     ratio, log_ratio_clamp: whose ratio it is, and the bounds of its logarithm; see `losses.Ratio`.
     scale, eps, whiten, mask_truncated: what becomes of the group's rewards; see `credit`.
     reduction: "token_mean", "sequence_mean", "sum", or the sum over tokens divided by a "constant" for each sequence,
         the sampling limit, or by a number; see `reduce`.
-    terms: what is added, as `[KL(coefficient=0.04)]`; see `terms` and `echo`.
-Other libraries' values are in `conventions`.
+    terms: what is added, as `[KL(coefficient=0.04)]`; see `terms`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Literal, TypeAlias
 
 from mlxrl.algo import losses
 from mlxrl.algo.advantages import Scale, leave_one_out, relative_to_mean
-from mlxrl.algo.algorithm import Algorithm, Term
+from mlxrl.algo.algorithm import Term
 from mlxrl.algo.credit import GiGPO, GroupBaseline, GroupRelative, Over, Returns, Whiten
 from mlxrl.algo.losses import SAFE, Clip, Clipped, ClosedClip, Level
-from mlxrl.algo.reduce import Name, named
+from mlxrl.algo.reduce import Name
 from mlxrl.algo.table import recipe
 from mlxrl.algo.terms import TeacherAdvantage, TeacherTerm
 from mlxrl.checked import Interval
@@ -32,12 +32,12 @@ Reduce: TypeAlias = Name | float
 Terms: TypeAlias = Sequence[Term]
 
 
-@recipe
+@recipe(GroupRelative(), Clipped())
 def grpo(
     *, clip: Clip | None = (0.2, 0.2), dual_clip: Above = None, delta: Above = None, ratio: Level = "token",
     log_ratio_clamp: Clamp = SAFE, scale: GroupScale = "group", eps: float = 1e-6, whiten: Whiten | None = None,
     mask_truncated: bool = False, reduction: Reduce = "sequence_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300).
 
     A_i = (r_i - mean_g) / (std_g + eps);  l = -min(rho A, clip(rho, 0.8, 1.2) A);  mean over sequences of token means
@@ -45,17 +45,14 @@ def grpo(
     The paper adds `KL(coefficient=0.04)`. verl averages over tokens and clips twice (dual_clip 3), TRL and slime
     average over sequences; eps is 1e-6 (verl, slime), 1e-4 (TRL) or 1e-9 (OpenRLHF).
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated)
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("grpo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(scale="none"), Clipped())
 def dr_grpo(
     *, clip: Clip | None = (0.2, 0.2), dual_clip: Above = None, delta: Above = None, ratio: Level = "token",
     log_ratio_clamp: Clamp = SAFE, whiten: Whiten | None = None, mask_truncated: bool = False,
     reduction: Reduce = "constant", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """GRPO done right (arXiv 2503.20783): no division by the standard deviation, none by the length.
 
     A_i = r_i - mean_g;  the sum of clipped token losses / (sequences x the sampling limit)
@@ -63,33 +60,27 @@ def dr_grpo(
     verl divides by the sequences that have tokens, and by a constant (default: the padded width). In OpenRLHF it is the
     advantage only, averaged over tokens.
     """
-    credit = GroupRelative(scale="none", whiten=whiten, mask_truncated=mask_truncated)
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("dr_grpo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(), Clipped())
 def dapo(
     *, clip: Clip | None = (0.2, 0.28), dual_clip: Above = None, delta: Above = None, ratio: Level = "token",
     log_ratio_clamp: Clamp = SAFE, scale: GroupScale = "group", eps: float = 1e-6, whiten: Whiten | None = None,
     mask_truncated: bool = False, reduction: Reduce = "token_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Decoupled clip (arXiv 2503.14476): GRPO with bounds 0.8 and 1.28, averaged over all tokens of the step.
 
     verl adds a dual clip at 10. The paper's other parts are dynamic sampling, `rollout.resampling_rounds`, and the soft
     punishment of overlong completions, `reward.overlong_buffer`.
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated)
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("dapo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(), Clipped())
 def gspo(
     *, clip: Clip | None = (3e-4, 4e-4), dual_clip: Above = None, delta: Above = None, ratio: Level = "sequence",
     log_ratio_clamp: Clamp = SAFE, scale: GroupScale = "group", eps: float = 1e-6, whiten: Whiten | None = None,
     mask_truncated: bool = False, reduction: Reduce = "sequence_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Group sequence policy optimisation (arXiv 2507.18071): one ratio per completion.
 
     s_i = exp(mean_t log rho_t);  l = -min(s A, clip(s, 1-3e-4, 1+4e-4) A);  mean over sequences;  A as in `grpo`
@@ -97,48 +88,38 @@ def gspo(
     TRL, slime and OpenRLHF differentiate through the mean; verl carries the gradient on the tokens
     (ratio="sequence_token") and cuts log s at 10.
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated)
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("gspo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(), Clipped(ratio="sequence_token"))
 def gspo_token(
     *, clip: Clip | None = (3e-4, 4e-4), dual_clip: Above = None, delta: Above = None, log_ratio_clamp: Clamp = SAFE,
     scale: GroupScale = "group", eps: float = 1e-6, whiten: Whiten | None = None, mask_truncated: bool = False,
     reduction: Reduce = "sequence_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """GSPO-token (arXiv 2507.18071 eq. 13): the sequence's ratio in value, the token's gradient and advantage.
 
     Equal to `gspo` while a sequence has one advantage; with `KLReward`, or advantages per token, tokens have their own.
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated)
-    level: Level = "sequence_token"
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=level, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("gspo_token", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(), Clipped())
 def luspo(
     *, clip: Clip | None = (2e-3, 2.5e-3), dual_clip: Above = None, delta: Above = None, ratio: Level = "sequence",
     log_ratio_clamp: Clamp = SAFE, scale: GroupScale = "group", eps: float = 1e-6, whiten: Whiten | None = None,
     mask_truncated: bool = False, reduction: Reduce = 1.0, terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Length-unbiased sequence policy optimisation (arXiv 2602.05261): GSPO with each sequence times its length.
 
     l = -min(s A, clip(s, 1-2e-3, 1+2.5e-3) A);  sum over tokens, mean over sequences
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated)
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("luspo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupBaseline(baseline=leave_one_out), Clipped())
 def rloo(
     *, clip: Clip | None = (0.2, 0.2), dual_clip: Above = None, delta: Above = None, ratio: Level = "token",
     log_ratio_clamp: Clamp = SAFE, whiten: Whiten | None = None, mask_truncated: bool = False,
     reduction: Reduce = "token_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """REINFORCE leave-one-out (arXiv 2402.14740): the baseline of a completion is the mean of the others.
 
     A_i = r_i - mean_{j != i} r_j;  l = -min(rho A, clip(rho, 0.8, 1.2) A);  mean over tokens
@@ -146,32 +127,26 @@ def rloo(
     TRL takes the ratio of the whole completion (ratio="sequence_sum") and a baseline of rewards less KL; here
     `KLReward` charges k1 after the baseline, to the tokens that lead there (OpenRLHF).
     """
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    credit = GroupBaseline(baseline=leave_one_out, whiten=whiten, mask_truncated=mask_truncated)
-    return Algorithm("rloo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupBaseline(baseline=relative_to_mean), Clipped())
 def max_rl(
     *, clip: Clip | None = (0.2, 0.2), dual_clip: Above = None, delta: Above = None, ratio: Level = "token",
     log_ratio_clamp: Clamp = SAFE, whiten: Whiten | None = None, mask_truncated: bool = False,
     reduction: Reduce = "token_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Maximum-likelihood RL for rewards in [0, 1] (prime-rl): advantages against the mean, relative to it.
 
     A_i = (r_i - mean_g) / mean_g where the mean is positive;  clipped token loss;  mean over tokens
     """
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    credit = GroupBaseline(baseline=relative_to_mean, whiten=whiten, mask_truncated=mask_truncated)
-    return Algorithm("max_rl", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(Returns(), Clipped())
 def reinforce_pp(
     *, gamma: float = 1.0, whiten: Whiten = Whiten(), clip: Clip | None = (0.2, 0.2), dual_clip: Above = None,
     delta: Above = None, ratio: Level = "token", log_ratio_clamp: Clamp = SAFE, mask_truncated: bool = False,
     reduction: Reduce = "token_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """REINFORCE++ (arXiv 2501.03262): discounted returns, whitened over all tokens of the step; no group needed.
 
     R_t = gamma^(T-1-t) r;  A = (R - mean) / sqrt(var + 1e-8);  clipped token loss;  mean over tokens
@@ -179,30 +154,24 @@ def reinforce_pp(
     The divisor of the variance is n-1 in verl and slime, n in OpenRLHF. Libraries charge the KL before whitening;
     `KLReward` is charged after it.
     """
-    credit = Returns(gamma=gamma, whiten=whiten, mask_truncated=mask_truncated)
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("reinforce_pp", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(Returns(centred=True), Clipped())
 def reinforce_pp_baseline(
     *, whiten: Whiten = Whiten(), clip: Clip | None = (0.2, 0.2), dual_clip: Above = None, delta: Above = None,
     ratio: Level = "token", log_ratio_clamp: Clamp = SAFE, mask_truncated: bool = False,
     reduction: Reduce = "token_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """REINFORCE++-baseline (arXiv 2501.03262): rewards less their group's mean, whitened over all tokens."""
-    credit = Returns(centred=True, whiten=whiten, mask_truncated=mask_truncated)
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("reinforce_pp_baseline", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GiGPO(), Clipped())
 def gigpo(
     *, gamma: float = 0.95, omega: float = 1.0, similarity: float | None = None, episode_over: Over = "trajectory",
     scale: Scale = "none", eps: float = 1e-6, mask_truncated: bool = False, clip: Clip | None = (0.2, 0.2),
     dual_clip: Above = None, delta: Above = None, ratio: Level = "token", log_ratio_clamp: Clamp = SAFE,
     reduction: Reduce = "token_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Group-in-group policy optimisation for multi-turn episodes (arXiv 2505.10978); `Turn.state` is the anchor.
 
     A = A_E + omega A_S: the episode against its group, each step against the group's steps from the same state
@@ -211,20 +180,14 @@ def gigpo(
     statistics (episode_over="step"). With omega 0 and scale "group" it is `grpo` averaged over tokens. similarity: the
     difflib ratio from which on two states are the same; left out, they must be equal.
     """
-    credit = GiGPO(
-        gamma=gamma, omega=omega, similarity=similarity, episode_over=episode_over, scale=scale, eps=eps,
-        mask_truncated=mask_truncated,
-    )  # fmt: skip
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("gigpo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(), losses.ClippedWeight())
 def cispo(
     *, clip: Clip | None = (None, 4.0), ratio: Level = "token", log_ratio_clamp: Clamp = SAFE,
     scale: GroupScale = "group", eps: float = 1e-6, whiten: Whiten | None = None, mask_truncated: bool = False,
     reduction: Reduce = "token_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Clipped importance weight (MiniMax-M1, arXiv 2506.13585): no token's gradient is dropped.
 
     l = -sg(clip(rho, 1-low, 1+high)) A log pi;  A as in `grpo`;  mean over tokens
@@ -232,62 +195,50 @@ def cispo(
     Bounds are distances from 1: TRL's epsilon_high is the absolute cap 1+high. clip=(None, 4) is ScaleRL's (arXiv
     2510.13786); verl bounds both sides at 0.2.
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated)
-    loss = losses.ClippedWeight(clip=clip, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("cispo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(), losses.SoftGate())
 def sapo(
     *, tau_pos: float = 1.0, tau_neg: float = 1.05, ratio: Level = "token", log_ratio_clamp: Clamp = SAFE,
     scale: GroupScale = "group", eps: float = 1e-6, whiten: Whiten | None = None, mask_truncated: bool = False,
     reduction: Reduce = "sequence_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Soft adaptive policy optimisation (arXiv 2511.20347): a sigmoid gate of the ratio in place of the clip.
 
     l = -A (4/tau) sigmoid(tau (rho - 1)), tau tau_pos where A > 0, else tau_neg;  A as in `grpo`;  mean over sequences
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated)
-    loss = losses.SoftGate(tau_pos=tau_pos, tau_neg=tau_neg, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("sapo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(), losses.GeometricMean())
 def gmpo(
     *, clip: ClosedClip = (0.4, 0.4), log_ratio_clamp: Clamp = SAFE, scale: GroupScale = "group", eps: float = 1e-6,
     whiten: Whiten | None = None, mask_truncated: bool = False, reduction: Reduce = "sequence_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Geometric-mean policy optimisation (arXiv 2507.20673): log-ratios clipped per token, averaged per sequence.
 
     l = -A exp(mean_t clip(log rho_t, -0.4, 0.4)), the clip on the pessimistic side only;  mean over sequences
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated)
-    loss = losses.GeometricMean(clip=clip, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("gmpo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(), losses.TrustRegion())
 def dppo(
     *, clip: ClosedClip = (0.2, 0.2), cap: float = 20.0, ratio: Level = "token", log_ratio_clamp: Clamp = SAFE,
     scale: GroupScale = "group", eps: float = 1e-6, whiten: Whiten | None = None, mask_truncated: bool = False,
     reduction: Reduce = "token_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """Divergence PPO, binary total variation (arXiv 2602.04879): a trust region on probabilities, not ratios.
 
     l = -A sg(min(rho, cap)) log pi, dropped where p_new - p_old > high (A > 0) or < -low (A <= 0);  mean over tokens
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated)
-    loss = losses.TrustRegion(clip=clip, cap=cap, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("dppo", credit, loss, named(reduction), tuple(terms))
 
 
-@recipe
+@recipe(GroupRelative(), Clipped())
 def opd(
     *, teacher: TeacherTerm = TeacherAdvantage(), reward: float = 0.0, scale: GroupScale = "group", eps: float = 1e-6,
     whiten: Whiten | None = None, mask_truncated: bool = False, clip: Clip | None = (0.2, 0.2),
     dual_clip: Above = None, delta: Above = None, ratio: Level = "token", log_ratio_clamp: Clamp = SAFE,
     reduction: Reduce = "token_mean", terms: Terms = (),
-) -> Algorithm:  # fmt: skip
+) -> None:  # fmt: skip
     """On-policy distillation: the student's own samples, scored token by token by a teacher; no reward needed.
 
     teacher: `TeacherAdvantage`, A_t = reward A_i + c (teacher - old)_t in the clipped loss, the policy gradient of the
@@ -295,6 +246,3 @@ def opd(
         `TeacherTopK` and `TeacherSurrogate` over top ids, `TeacherVocabulary` over all (GKD, arXiv 2306.13649).
     reward: weight of the advantage of `grpo` beside the teacher; 0 ignores rewards.
     """
-    credit = GroupRelative(scale=scale, eps=eps, whiten=whiten, mask_truncated=mask_truncated, reward=reward)
-    loss = Clipped(clip=clip, dual_clip=dual_clip, delta=delta, ratio=ratio, log_ratio_clamp=log_ratio_clamp)
-    return Algorithm("opd", credit, loss, named(reduction), (*terms, teacher))

@@ -1,19 +1,20 @@
-"""From a value per token to a scalar, always with the counts of the whole optimizer step.
+"""From values per token to scalars, always with the counts of the whole optimizer step: the loss, and the metrics.
 
-Every reduction takes values, mask [B, T] and the step's `Totals`, and its results over the micro-batches of a step add
-up to its result over the whole batch: neither splitting, padding nor the order of sequences changes a gradient.
+The results of a step's micro-batches add up to that of the whole batch: neither splitting, padding nor the order of
+sequences changes a gradient. A metric whose name ends in `max` combines by maximum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 
-from mlxrl.algo.losses import PerToken, Spread, lengths
+from mlxrl.algo.divergence import k3
+from mlxrl.algo.losses import SAFE, PerToken, Spread, Surrogate, clamp, importance, lengths, log_ratio
 from mlxrl.checked import Positive, SettingError, checked, converted
-from mlxrl.types import Totals
+from mlxrl.types import Metrics, Totals
 
 Reduction: TypeAlias = Callable[[mx.array, mx.array, Totals], mx.array]
 Name: TypeAlias = Literal["token_mean", "sequence_mean", "constant", "sum"]
@@ -76,5 +77,57 @@ def name_of(reduction: Reduction) -> Name | float | None:
     """The name or the number that `named` makes the reduction of; None for one's own."""
     if isinstance(reduction, Constant) and reduction.length is not None:
         return reduction.length
-    names: tuple[Name, ...] = ("token_mean", "sequence_mean", "constant", "sum")
-    return next((name for name in names if REDUCTIONS[name] == reduction), None)
+    return next((name for name, known in REDUCTIONS.items() if known == reduction), None)
+
+
+COMPUTED = "computed"
+OVER_THE_STEP = {
+    "loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "advantages/abs_mean", "ratio/max",
+    "sampling/importance_sampling_ratio/max", "echo/loss", "echo/coefficient",
+}  # fmt: skip
+"""What `finish` does not divide: over all tokens of the step, over observed ones, or a maximum."""
+
+
+def of_policy(
+    surrogate: Surrogate, new: PerToken, old: PerToken, advantages: PerToken, mask: PerToken, totals: Totals
+) -> Metrics:
+    """Ratio, drift since sampling, clip fractions and size of the advantage."""
+    return {
+        COMPUTED: token_mean(mx.ones_like(mask), mask, totals),
+        "ratio/mean": token_mean(surrogate.ratio, mask, totals),
+        "ratio/max": masked(surrogate.ratio, mask).max(),
+        "ppo_kl": token_mean(-log_ratio(new, old, mask), mask, totals),
+        "clip_ratio/low_mean": token_mean(surrogate.low.astype(mx.float32), mask, totals),
+        "clip_ratio/high_mean": token_mean(surrogate.high.astype(mx.float32), mask, totals),
+        "advantages/abs_mean": token_mean(mx.abs(advantages), mask, totals),
+    }
+
+
+def of_mismatch(old: PerToken, sampler: PerToken, mask: PerToken, totals: Totals) -> Metrics:
+    """Distance between the trainer's log-probs and the sampler's, and the moments of the weight."""
+    gap = mx.stop_gradient(log_ratio(old, sampler, mask))
+    weight = importance(old, sampler, mask)
+    return {
+        "sampling/sampling_logp_difference/mean": token_mean(mx.abs(gap), mask, totals),
+        "sampling/kl": token_mean(k3(-clamp(gap, SAFE)), mask, totals),
+        "sampling/importance_sampling_ratio/mean": token_mean(weight, mask, totals),
+        "sampling/importance_sampling_ratio/square": token_mean(weight * weight, mask, totals),
+        "sampling/importance_sampling_ratio/max": masked(weight, mask).max(),
+    }
+
+
+def finish(combined: Mapping[str, Any]) -> dict[str, float]:
+    """The combined metrics of a step to what is reported: means over computed tokens, and `sampling/ess` in (0, 1].
+
+    Sequences without a learning signal are counted in the denominators and never computed, so what describes computed
+    tokens is divided by their share; without `computed`, as of an algorithm of one's own, everything stays as it is.
+    ess = mean(w)^2 / mean(w^2), w = old/sampler: 1 where trainer and sampler agree (Kish).
+    """
+    out = {name: float(value) for name, value in combined.items()}
+    share = out.pop(COMPUTED, 1.0)
+    for name in out.keys() - OVER_THE_STEP:
+        out[name] = out[name] / share if share > 0 else 0.0
+    square = out.pop("sampling/importance_sampling_ratio/square", 0.0)
+    if square > 0:
+        out["sampling/ess"] = min(out["sampling/importance_sampling_ratio/mean"] ** 2 / square, 1.0)
+    return out

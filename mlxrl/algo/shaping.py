@@ -16,8 +16,7 @@ from mlxrl.types import Group, Trajectory
 def overlong_penalty(length: int, max_tokens: int, buffer: int, factor: float = 1.0, cap: float | None = None) -> float:
     """What a completion of `length` tokens loses near the limit (DAPO, arXiv 2503.14476 eq. 13): 0 or negative.
 
-    -factor (length - (max_tokens - buffer)) / buffer past the start of the buffer;  cap: it never exceeds it
-    (OpenRLHF caps at the factor; in verl a length beyond max_tokens costs more).
+    -factor (length - (max_tokens - buffer)) / buffer past the start of the buffer;  at most cap (OpenRLHF: the factor)
     """
     over = max(length - (max_tokens - buffer), 0) / buffer * factor
     return -(over if cap is None else min(over, cap))
@@ -27,11 +26,9 @@ def shape_overlong(
     groups: Sequence[Group], max_tokens: int, buffer: int, factor: float = 1.0, cap: float | None = None
 ) -> list[Group]:
     """The groups with `overlong_penalty` added to the reward of every trajectory."""
-
-    def shaped(one: Trajectory) -> Trajectory:
-        return with_part(one, "shaping/overlong", overlong_penalty(one.length, max_tokens, buffer, factor, cap))
-
-    return [tuple(map(shaped, group)) for group in groups]
+    lengths = [one.length for group in groups for one in group]
+    parts = [overlong_penalty(length, max_tokens, buffer, factor, cap) for length in lengths]
+    return _with_part(groups, "shaping/overlong", parts)
 
 
 def length_penalty(rewards: ArrayLike, ids: Ids, costs: Sequence[tuple[float, ArrayLike]]) -> Floats:
@@ -57,20 +54,21 @@ def shape_length(groups: Sequence[Group], weight: float) -> list[Group]:
     trajectories = [one for group in groups for one in group]
     rewards, ids = [one.reward for one in trajectories], [n for n, group in enumerate(groups) for _ in group]
     shaped = length_penalty(rewards, ids, [(weight, [one.length for one in trajectories])]).tolist()
-    parts = iter([new - old for new, old in zip(shaped, rewards, strict=True)])
-    return [tuple(with_part(one, "shaping/length", next(parts)) for one in group) for group in groups]
+    return _with_part(groups, "shaping/length", [new - old for new, old in zip(shaped, rewards, strict=True)])
 
 
-def with_part(one: Trajectory, name: str, value: float) -> Trajectory:
-    """The trajectory with one more part of its reward."""
-    rewards, weights = {**one.rewards, name: value}, {**one.weights, name: 1.0}
-    return replace(one, reward=one.reward + value, rewards=rewards, weights=weights)
+def _with_part(groups: Sequence[Group], name: str, values: Sequence[float]) -> list[Group]:
+    """The groups with one more part of every trajectory's reward."""
+    parts = iter(values)
+
+    def shaped(one: Trajectory) -> Trajectory:
+        value = next(parts)
+        rewards, weights = {**one.rewards, name: value}, {**one.weights, name: 1.0}
+        return replace(one, reward=one.reward + value, rewards=rewards, weights=weights)
+
+    return [tuple(map(shaped, group)) for group in groups]
 
 
 def keep_varied(groups: Sequence[Group]) -> list[Group]:
-    """The groups with two different rewards (DAPO's dynamic sampling, arXiv 2503.14476); others credit nobody."""
-
-    def varied(group: Group) -> bool:
-        return len({one.reward for one in group if not math.isnan(one.reward)}) > 1
-
-    return list(filter(varied, groups))
+    """The groups with two different rewards (DAPO's dynamic sampling, arXiv 2503.14476); others have advantage 0."""
+    return [group for group in groups if len({one.reward for one in group if not math.isnan(one.reward)}) > 1]

@@ -1,7 +1,7 @@
 """The terms of an algorithm: frozen values, each a table of [algorithm] in TOML.
 
-`[algorithm.kl] coefficient = 0.04` is `KL(coefficient=0.04)` among the `terms` of a recipe. Log-probs are in nats; the
-gradient flows through `new` alone. old, sampler, reference and teacher are log-probs of the sampled tokens too.
+`[algorithm.kl] coefficient = 0.04` is `KL(coefficient=0.04)` among the `terms` of a recipe. new, old, sampler,
+reference and teacher are log-probs of the sampled tokens, in nats; the gradient flows through `new` alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLAT = "'k1' in the loss has a gradient of mean 0 and teaches nothing; use 'k3'
 
 
 def there(values: mx.array | None) -> mx.array:
-    """What the term's needs have put there."""
+    """An array that the term's `needs` have provided."""
     assert values is not None
     return values
 
@@ -40,16 +40,13 @@ def reward_to_go(rewards: PerToken, gamma: float = 1.0) -> PerToken:
 
 @checked("algorithm.term")
 class Weighted(Term):
-    """A term with a coefficient, which is reported with the mean over tokens of what the term is about.
-
-    reports: the names of that mean and of the coefficient among the metrics.
-    """
+    """A term with a coefficient. reports: the metrics' names for the mean of `gap` over tokens, and the coefficient."""
 
     coefficient: Annotated[Coefficient, says("factor of the term")]
     reports: ClassVar[tuple[str, str]]
 
     def gap(self, new: Logprobs, batch: MicroBatch) -> mx.array:
-        """[B, T] what is reported."""
+        """[B, T]."""
         raise NotImplementedError
 
     def metrics(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> Metrics:
@@ -72,7 +69,7 @@ class ReferenceTerm(Weighted):
 class KL(ReferenceTerm):
     """Divergence of the policy from the reference, in the loss: c KL(new || reference), estimated on sampled tokens.
 
-    k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x,  x = new - reference   (GRPO, arXiv 2402.03300 eq. 4; Schulman, 2020)
+    k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x,  x = new - reference   (GRPO, arXiv 2402.03300 eq. 4)
     """
 
     reports: ClassVar[tuple[str, str]] = ("kl", "kl/coefficient")
@@ -88,8 +85,8 @@ class KL(ReferenceTerm):
 
     def loss(self, new: Logprobs, batch: MicroBatch) -> mx.array:
         weight = mx.exp(log_ratio(new.token_logprobs, there(batch.old_logprobs), batch.mask)) if self.weighted else None
-        options = (self.estimator, self.log_ratio_clamp, self.clamp, weight, self.straight)
-        return estimate(new.token_logprobs, there(batch.reference_logprobs), batch.mask, *options)
+        pair = (new.token_logprobs, there(batch.reference_logprobs), batch.mask)
+        return estimate(*pair, self.estimator, self.log_ratio_clamp, self.clamp, weight, self.straight)
 
 
 @term("kl_reward")
@@ -123,10 +120,7 @@ class Entropy(Weighted):
 
 def within(values: mx.array, bounds: Interval) -> mx.array:
     """1.0 where low <= value <= high, a None bound being open; else 0.0."""
-    low, high = bounds
-    inside = mx.ones_like(values) > 0
-    inside = inside if low is None else inside & (values >= low)
-    return (inside if high is None else inside & (values <= high)).astype(mx.float32)
+    return (clamp(values, bounds) == values).astype(mx.float32)
 
 
 @term("correction")
@@ -175,7 +169,7 @@ class OffPolicyMask(Term):
 
 @checked("algorithm.teacher")
 class TeacherTerm(Weighted):
-    """What is learned from a teacher, on the student's own samples; new - teacher of sampled tokens is reported."""
+    """Learning from a teacher on the student's own samples; new - teacher of sampled tokens is reported."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"teacher"})
     reports: ClassVar[tuple[str, str]] = ("teacher/kl", "teacher/coefficient")
@@ -216,8 +210,8 @@ class TeacherKL(TeacherTerm):
             raise SettingError("estimator", _FLAT)
 
     def loss(self, new: Logprobs, batch: MicroBatch) -> mx.array:
-        options = (self.estimator, SAFE, self.clamp)
-        return estimate(new.token_logprobs, there(batch.teacher_logprobs), batch.mask, *options)
+        pair = (new.token_logprobs, there(batch.teacher_logprobs), batch.mask)
+        return estimate(*pair, self.estimator, SAFE, self.clamp)
 
 
 @term("teacher_top_k")

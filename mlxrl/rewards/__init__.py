@@ -1,4 +1,4 @@
-"""Reward functions of TRL's shape: those that come with the library, and how they score a step's groups.
+"""Reward functions of TRL's signature: those of the library, and how they score a step's groups.
 
 A reward function is called with keywords: `prompts`, `completions` and every column of the tasks, each a list with
 an entry per completion. A completion is a string where the task's prompt is one, else a list of one message. It
@@ -9,16 +9,6 @@ from mlxrl.rewards.functions import contains, exact_match, last_number, last_num
 from mlxrl.rewards.scoring import RewardError, Rewards, best_and_worst, earned, require_scores, rewards_of, score
 
 __all__ = [
-    "RewardError",
-    "Rewards",
-    "best_and_worst",
-    "contains",
-    "earned",
-    "exact_match",
-    "last_number",
-    "last_number_matches",
-    "require_scores",
-    "rewards_of",
-    "score",
-    "text_of",
-]
+    "RewardError", "Rewards", "best_and_worst", "contains", "earned", "exact_match", "last_number",
+    "last_number_matches", "require_scores", "rewards_of", "score", "text_of",
+]  # fmt: skip

@@ -15,12 +15,9 @@ _NUMBER = re.compile(
 
 
 def last_number(text: Any) -> float | None:
-    """The last number in a text, None where there is none.
+    """The last number in a text, a number or chat messages, of which the last one counts; None where there is none.
 
     Reads "1,234", "-3.5", "$12", "1e3" and a number before a full stop. A minus between two numbers is not a sign.
-
-    Args:
-        text: a string, a number, or chat messages, of which the last one counts.
     """
     if isinstance(text, int | float):
         return float(text)

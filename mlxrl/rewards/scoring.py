@@ -1,4 +1,4 @@
-"""What a user gives as reward, as one value; and reward functions called on the groups of a step."""
+"""Rewards as one value, and reward functions called on the groups of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENVIRONMENT = "environment"
 
 
 class RewardError(UserError):
-    """Reward functions that are missing, cannot be called with the data, always raise, or return no numbers."""
+    """Reward functions are missing, cannot be called with the data, always raise, or return no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Rewards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the parts of the reward are called: by their functions, with a number where two share a name."""
+        """The names of the parts of the reward: those of the functions, with a number where two share a name."""
         names = [ENVIRONMENT]
         for name in map(name_of, self.functions):
             numbered = (f"{name}_{number}" if number > 1 else name for number in count(1))
@@ -46,12 +46,10 @@ RewardLike: TypeAlias = Function | Sequence[Function] | settings.Reward | Reward
 
 
 def rewards_of(given: RewardLike) -> Rewards:
-    """What a user gives as reward: a function, several, a `settings.Reward` of functions or their names, or nothing.
-
-    What the settings say of shaping is not part of it: see `algo.shaping`.
+    """A function, several, a `settings.Reward` of functions or their names, or nothing, as one value.
 
     Raises:
-        UserError: one line that says which function cannot be found or is none, or what is wrong with the weights.
+        UserError: a function cannot be found or is none, or the weights are wrong.
     """
     if isinstance(given, Rewards):
         return given
@@ -73,7 +71,6 @@ def _found(given: Function | str) -> Function:
 
 
 def name_of(function: Function) -> str:
-    """The name of a function, or of the class of a callable object."""
     return getattr(function, "__name__", None) or type(function).__name__
 
 
@@ -82,7 +79,7 @@ def check_columns(rewards: Rewards, columns: Sequence[str]) -> None:
     offered = [*RESERVED, *columns]
     for function in rewards.functions:
         where = f"reward {name_of(function)!r}"
-        for one in _parameters(function):
+        for one in _parameters(function).values():
             needed = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
             if one.kind is one.POSITIONAL_ONLY:
                 raise RewardError(where, f"parameter {one.name!r} cannot be passed as a keyword")
@@ -92,7 +89,7 @@ def check_columns(rewards: Rewards, columns: Sequence[str]) -> None:
 
 
 def earned(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with the sum of what an environment gave for its turns as a part of the reward, and so far all."""
+    """The trajectory with the sum of its turns' rewards as the environment's part of its reward, its first."""
     total = math.fsum(turn.reward for turn in trajectory.turns)
     return replace(trajectory, reward=total, rewards={ENVIRONMENT: total}, weights={ENVIRONMENT: 1.0})
 
@@ -100,11 +97,10 @@ def earned(trajectory: Trajectory) -> Trajectory:
 def score(groups: Sequence[Group], reward: RewardLike = None) -> tuple[Group, ...]:
     """Give every trajectory its reward: the weighted sum over the functions, each called once with all completions.
 
-    `Trajectory.rewards` holds the parts by function name, `Trajectory.weights` their weights. A function that returns
-    None for a completion is left out of its sum. Where a function returns NaN or infinity or raises, and where all
-    return None, the reward is NaN, which means "failed". A function that raises is called again one completion at a
-    time, so that only those it raises for are lost. What an environment has given is a part of its own, "environment",
-    with weight 1, and needs no function besides.
+    `Trajectory.rewards` are the parts by function name, `Trajectory.weights` their weights; the environment's part,
+    "environment", has weight 1. A function that returns None for a completion is left out of its sum. Where a function
+    returns NaN or infinity or raises, and where all return None, the reward is NaN. A function that raises is called
+    again one completion at a time, so that only those it raises for are lost.
 
     Args:
         reward: see `rewards_of`. A function may change what it is given: each call has copies.
@@ -125,8 +121,8 @@ def score(groups: Sequence[Group], reward: RewardLike = None) -> tuple[Group, ..
 
 def require_scores(groups: Sequence[Group]) -> Sequence[Group]:
     """The groups; RewardError where not one completion that the model finished has a finite reward."""
-    finished = [trajectory for group in groups for trajectory in group if trajectory.stop != "error"]
-    if finished and not any(math.isfinite(trajectory.reward) for trajectory in finished):
+    finished = [one for group in groups for one in group if one.stop != "error"]
+    if finished and not any(math.isfinite(one.reward) for one in finished):
         wanted = f"wanted a finite number for at least one of {len(finished)} completions, got None, NaN, infinity "
         raise RewardError("reward", wanted + "or an exception for each; look at the reward functions")
     return groups
@@ -150,9 +146,11 @@ def _scored(trajectory: Trajectory, parts: Mapping[str, float | None], weights: 
 
 
 def _values(name: str, function: Function, flat: Sequence[Trajectory]) -> list[float | None]:
-    """What a function returns for every completion, NaN where it raises."""
-    columns = [column for trajectory in flat for column in trajectory.task.columns]
-    wanted = _wanted(function, list(dict.fromkeys((*RESERVED, *columns))))
+    """A function's number for every completion, NaN where it raises."""
+    parameters = _parameters(function)
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    offered = dict.fromkeys((*RESERVED, *(column for one in flat for column in one.task.columns)))
+    wanted = [name for name in offered if everything or name in parameters]
     returned, error = _called(function, wanted, flat)
     if error is None:
         return _numbers(name, returned, len(flat))
@@ -171,24 +169,15 @@ def _called(function: Function, wanted: Sequence[str], flat: Sequence[Trajectory
         return None, error
 
 
-def _wanted(function: Function, offered: Sequence[str]) -> Sequence[str]:
-    """The keywords that a function has parameters for."""
-    parameters = _parameters(function)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return offered
-    names = {parameter.name for parameter in parameters}
-    return [name for name in offered if name in names]
-
-
-def _parameters(function: Function) -> list[inspect.Parameter]:
+def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
     try:
-        return list(inspect.signature(function).parameters.values())
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise RewardError(f"reward {name_of(function)!r}", "its parameters cannot be read; wrap it in a def") from None
 
 
 def _argument(name: str, trajectory: Trajectory) -> Any:
-    """What a function gets of a trajectory by a name: a copy, so that changing it changes no task and no other call."""
+    """A trajectory's value for a keyword of a function, as a copy."""
     prompt = trajectory.task.prompt
     if name == "prompts":
         return prompt if isinstance(prompt, str) else [deepcopy(dict(message)) for message in prompt]

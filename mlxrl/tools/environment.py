@@ -14,8 +14,7 @@ from msgspec import Meta
 from mlxrl.checked import SettingError, checked_value
 from mlxrl.errors import brief, message_of
 from mlxrl.settings import LONGEST
-from mlxrl.tools.parser import Parser, ToolCall, parser_of, tool_calls
-from mlxrl.tools.schema import Tool, ToolError, tool_of
+from mlxrl.tools.calls import Parser, Tool, ToolCall, ToolError, parser_of, tool_calls, tool_of
 from mlxrl.types import Feedback, Message, Task
 
 Outcome = Literal["answered", "raised", "late", "malformed", "unknown", "arguments"]
@@ -26,25 +25,25 @@ INVALID: frozenset[Outcome] = frozenset({"malformed", "unknown", "arguments"})
 class Tools:
     """A factory of environments in which the model may call functions: `environment=Tools([add])`.
 
-    A reply that calls is answered by a message for every call; a reply without a call ends the episode. What a function
-    returns is an observation, and so is what it raises: its message and nothing else. A call that cannot be read, of
-    an unknown function or with wrong arguments makes the turn invalid. The reward is that of the reward functions.
+    A reply is answered by a message for every call in it; a reply without a call ends the episode. The message is what
+    the function returns, or the message of what it raises. A call that cannot be read, of an unknown function or with
+    wrong arguments makes the turn invalid. The reward is that of the reward functions.
 
-    The functions run in threads of this process and with its rights: what they do with their arguments is theirs to
-    bound. Nothing that the model wrote is executed here.
+    The functions run in threads of this process and with its rights, and have to check their arguments themselves.
+    Nothing else that the model wrote is executed.
 
     Args:
-        functions: see `schema.tool_of`.
+        functions: see `tool_of`.
         parser: the format of calls, a name of `mlx_lm.tool_parsers`; None for the model's own.
         offered: whether the chat template describes the tools to the model; else the prompts have to.
-        parallel: let a reply continue after its first call, so that it may hold several; else the closing tag of a
+        parallel: let a reply continue after its first call, so that it may have several; else the closing tag of a
             call ends it, where the format has one.
         role: of the messages that answer.
         timeout: seconds of a call. Those of a reply run one after the other, within the rollout's own timeout.
     Raises:
-        UserError: one line that says which function cannot be described to a model, and why.
+        UserError: a function cannot be described to a model.
 
-    schemas: of the functions. counts: how often calls came out in which way, over all episodes so far.
+    counts: the number of calls by their outcome, over all episodes so far.
     """
 
     functions: Sequence[Callable[..., Any]]
@@ -63,12 +62,21 @@ class Tools:
         if not isinstance(given, str | Parser | None):
             raise ToolError("tools", "parser", f"wanted a name of mlx_lm.tool_parsers or a Parser, got {brief(given)}")
         self.timeout = checked_value("tools", "timeout", Annotated[float, Meta(gt=0, le=LONGEST)], self.timeout)
-        self.tools = _by_name(self.functions)
+        if callable(self.functions):
+            name = getattr(self.functions, "__name__", type(self.functions).__name__)
+            raise ToolError("tools", f"wanted a list of functions, got a function; write Tools([{name}])")
+        tools = [tool_of(function) for function in self.functions]
+        if not tools:
+            raise ToolError("tools", "wanted at least one function, got none")
+        self.tools = {tool.name: tool for tool in tools}
+        if len(self.tools) < len(tools):
+            names = ", ".join(tool.name for tool in tools)
+            raise ToolError("tools", f"wanted functions of different names, got {names}")
         self.schemas = [dict(tool.schema) for tool in self.tools.values()]
         self.format = given if isinstance(given, Parser) else None
 
     def prepare(self, tokenizer: Any) -> None:
-        """Find out how the model writes calls; a rollout calls this before its episodes.
+        """Find the format of the model's calls, before the episodes of a rollout.
 
         Raises:
             ToolError: mlx-lm knows no format for it, or its chat template does not describe tools.
@@ -81,22 +89,9 @@ class Tools:
             raise ToolError("tools", f"the chat template of this model does not describe tools; wanted {wanted}")
 
     def __call__(self) -> ToolEnvironment:
-        """The environment of an episode."""
         if self.format is None:
             raise ToolError("tools", "how the model writes calls is not known; call prepare(tokenizer) first")
         return ToolEnvironment(self, self.format)
-
-
-def _by_name(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
-    if callable(functions):
-        name = getattr(functions, "__name__", type(functions).__name__)
-        raise ToolError("tools", f"wanted a list of functions, got a function; write Tools([{name}])")
-    tools = [tool_of(function) for function in functions]
-    if not tools:
-        raise ToolError("tools", "wanted at least one function, got none")
-    if len({tool.name for tool in tools}) < len(tools):
-        raise ToolError("tools", f"wanted functions of different names, got {', '.join(tool.name for tool in tools)}")
-    return {tool.name: tool for tool in tools}
 
 
 class ToolEnvironment:
@@ -141,15 +136,17 @@ class ToolEnvironment:
 
 
 def _executed(tool: Tool, arguments: Mapping[str, Any], timeout: float) -> tuple[str, Outcome]:
-    """What a function returned as text, or the message of what it raised, within so many seconds.
+    """What a function returned, as text or JSON, or the message of what it raised, within so many seconds.
 
-    One that takes longer is left running in its thread, which does not keep the process.
+    One that takes longer continues in its daemon thread, which does not keep the process alive.
     """
     found: list[tuple[str, Outcome]] = []
 
     def run() -> None:
         try:
-            found.append((_text_of(tool.function(**arguments)), "answered"))
+            value = tool.function(**arguments)
+            text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+            found.append((text, "answered"))
         except BaseException as error:  # noqa: BLE001  (what a tool raises is what the model reads)
             found.append((f"error: {message_of(error)}", "raised"))
 
@@ -159,11 +156,6 @@ def _executed(tool: Tool, arguments: Mapping[str, Any], timeout: float) -> tuple
     return found[0] if found else (f"error: {tool.name}: no answer in {timeout:g} s", "late")
 
 
-def _text_of(value: Any) -> str:
-    """A text as it is, anything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-
-
 def _encodable(text: str) -> str:
-    """A text that a tokenizer can read: halves of characters become question marks."""
+    """A text that a tokenizer can read: lone surrogates become question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")

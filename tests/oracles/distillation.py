@@ -75,7 +75,7 @@ def prime_ref_kl(case: Case) -> Results:
     gain = -losses.log_ratio(case["logp_new"], case["logp_teacher"], case.mask)
 
     def function(new: mx.array, x: mx.array) -> mx.array:
-        return mx.where(dropped, 0.0, -mx.exp(x) * gain) + 2e-3 * divergence.k2(x)
+        return mx.where(dropped, 0.0, -mx.exp(x) * gain) + 2e-3 * divergence.ESTIMATORS["k2"](x)
 
     found = from_losses(case, function, reduce.token_mean, case.totals(tokens=case.hyper["ref_kl_scale"]))
     parts = prime_metrics(case, dropped, filled=True)
@@ -354,8 +354,8 @@ def logprobs(case: Case) -> Results:
         "out_grad_logits": gradient_of(weighted, case["logits"])[1],
         "out_sum_pi_squared": extra.sum_squares(logp),
         "out_sampling_logp_for_tinker": sampled,
-        "metric_tinker.kl_sample_train_v1": extra.mean(divergence.k1(gap), case.mask),
-        "metric_tinker.kl_sample_train_v2": extra.mean(divergence.k2(gap), case.mask),
+        "metric_tinker.kl_sample_train_v1": extra.mean(divergence.ESTIMATORS["k1"](gap), case.mask),
+        "metric_tinker.kl_sample_train_v2": extra.mean(divergence.ESTIMATORS["k2"](gap), case.mask),
         "metric_tinker.entropy": extra.mean(-sampled, case.mask),
     }
     for name in [name for name in case.goldens if name.startswith("out_high_entropy_mask_")]:

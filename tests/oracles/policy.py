@@ -486,7 +486,7 @@ def trust_region(case: Case, dropped: mx.array) -> Results:
 
     def function(new: mx.array, x: mx.array) -> mx.array:
         kept = mx.where(dropped, 0.0, -mx.exp(x) * hyper["adv_tau"] * credit)
-        return kept + 2 * hyper["kl_tau"] * divergence.k2(x)
+        return kept + 2 * hyper["kl_tau"] * divergence.ESTIMATORS["k2"](x)
 
     totals = case.totals(tokens=hyper["rl_scale"])
     return from_losses(case, function, reduce.token_mean, totals) | prime_metrics(case, dropped)
