@@ -8,8 +8,7 @@ from mlxrl.policy.room import capacity_for
 
 from helpers import RAGGED
 from mlxrl.policy.policy import policy
-from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache
-from mlxrl.rollout.kv_layers import layers_of
+from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache, layers_of
 from mlxrl.rollout.prefill import prefill
 from models import dense, hybrid, moe, tokenizer
 

@@ -76,7 +76,7 @@ def _together(policy: Policy, mode: BatchingMode, prompts: Sequence[tuple[int, .
     rows: list[list[mx.array]] = [[] for _ in prompts]
     live = [0, 1, 2]
     for turn, tokens in enumerate(zip(*FED, strict=True)):
-        if turn == 2 and caches.joins:
+        if turn == 2 and mode in SLOTTED:
             caches.place([1], prefill(policy, [JOINS], 2048)[0])
             lengths[1] = len(JOINS)
         elif turn == 2:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
 from mlxrl.errors import UserError
 from mlxrl.rollout.draw import Drawn, draw
 from mlxrl.settings import Sampling
-
-if TYPE_CHECKING:
-    from mlxrl.rollout.sequence import Sequence
 
 Processor: TypeAlias = abc.Callable[[mx.array, mx.array], mx.array]
 
@@ -34,16 +31,6 @@ class StepRules:
     think_end: tuple[int, ...] = ()
     freeze: bool = False
 
-    @property
-    def thinks(self) -> bool:
-        """Whether thinking has a budget."""
-        return self.sampling.thinking_budget is not None
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether something needs the history."""
-        return self.sampling.penalized or self.thinks
-
     def opened_by(self, prompt: abc.Sequence[int]) -> bool:
         """Whether a prompt ends inside a block of thinking."""
         return bool(self.think_start) and _last(prompt, self.think_start) > _last(prompt, self.think_end)
@@ -58,13 +45,13 @@ def rules_of(
         UserError: a budget of thinking, and a tokenizer that does not know what thinking is.
     """
     ids = tuple(sorted(tokenizer.eos_token_ids)) if stop_ids is None else stop_ids
+    rules = StepRules(_shared(sampling), ids, freeze=freeze)
     if sampling.thinking_budget is None:
-        return StepRules(_shared(sampling), ids, freeze=freeze)
+        return rules
     if not tokenizer.has_thinking:
         why = "the tokenizer has no tokens that begin and end thinking; leave it out"
         raise UserError("sampling", "thinking_budget", why)
-    start, end = tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens)
-    return StepRules(_shared(sampling), ids, start, end, freeze)
+    return replace(rules, think_start=tuple(tokenizer.think_start_tokens), think_end=tuple(tokenizer.think_end_tokens))
 
 
 @lru_cache
@@ -103,33 +90,6 @@ class State(NamedTuple):
     done: mx.array
     history: mx.array | None = None
     thinking: Thinking | None = None
-
-
-def initial(sequences: abc.Sequence[Sequence], rules: StepRules, history: int | None) -> State:
-    """The state of sequences whose prompts are in the caches; `history` is its capacity in tokens, None for none."""
-    prompts, zeros = [sequence.prompt for sequence in sequences], mx.zeros((len(sequences),), mx.int32)
-    state = State(
-        zeros,
-        lengths=mx.array([len(prompt) for prompt in prompts], mx.int32),
-        keys=mx.stack([sequence.request.key for sequence in sequences]),
-        drawn=zeros,
-        left=mx.array([sequence.limit for sequence in sequences], mx.int32),
-        done=mx.zeros((len(sequences),), mx.bool_),
-    )
-    if history is not None:
-        padded = [[*prompt, *[0] * (history - len(prompt))] for prompt in prompts]
-        state = state._replace(history=mx.array(padded, mx.int32))
-    if rules.thinks:
-        opened = mx.array([rules.opened_by(prompt) for prompt in prompts])
-        state = state._replace(thinking=Thinking(opened, zeros, zeros - 1))
-    return state
-
-
-def mapped(change: abc.Callable[..., mx.array], *states: Any) -> Any:
-    """The state whose arrays `change` makes of those of others."""
-    if states[0] is None or isinstance(states[0], mx.array):
-        return None if states[0] is None else change(*states)
-    return type(states[0])(*(mapped(change, *parts) for parts in zip(*states, strict=True)))
 
 
 def advance(
