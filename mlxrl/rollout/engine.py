@@ -66,7 +66,14 @@ class Engine:
 
     def submit(self, request: Request) -> Sequence:
         """Let a request wait for a slot. One whose prompt fills the context has ended, with nothing drawn."""
-        return self._enqueued(self._sequence(request))
+        sequence = self._sequence(request)
+        if sequence.stop is not None:
+            self._ended.append(sequence)
+            return sequence
+        if sequence.rules not in self._batches:
+            self._batches[sequence.rules] = Batch(self, sequence.rules)
+        self._batches[sequence.rules].queue.append(sequence)
+        return sequence
 
     def extend(self, sequence: Sequence, ids: abc.Sequence[int], **changes: Any) -> Sequence:
         """Continue after a sequence that has ended with ids that follow its tokens, as the next turn of a conversation.
@@ -82,14 +89,14 @@ class Engine:
             self._batches[sequence.rules].extended.append((sequence, following))
             return following
         self.cancel(sequence)
-        return self._enqueued(following)
+        return self.submit(following.request)
 
     def cancel(self, sequence: Sequence) -> None:
         """Give up a sequence: one under way ends as "cancelled" and does not come out, a parked one frees its slot."""
         sequence.keeps_slot = False
         if sequence.stop is None:
             sequence.stop = "cancelled"
-            self._batches[sequence.rules].forget(sequence)
+            self._batches[sequence.rules].cancelled(sequence)
 
     def step(self) -> list[Sequence]:
         """Draw a token for every sequence in a slot; returns those that have ended."""
@@ -114,7 +121,6 @@ class Engine:
 
     @property
     def drawing(self) -> bool:
-        """Whether a sequence is being drawn."""
         return any(batch.slots.live for batch in self._batches.values())
 
     @property
@@ -126,7 +132,6 @@ class Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Release all sequences and their caches."""
         self._batches, self._ended = {}, []
         self.prefixes.clear()
         mx.clear_cache()  # what comes next needs buffers of other sizes
@@ -140,24 +145,16 @@ class Engine:
         rules = rules_of(self.policy.tokenizer, request.sampling, request.stop_ids, request.keep)
         return Sequence(request, rules, limit, self.policy.tokenizer.decode, request.keep and self.slotted)
 
-    def _enqueued(self, sequence: Sequence) -> Sequence:
-        if sequence.stop is not None:
-            self._ended.append(sequence)
-        else:
-            if sequence.rules not in self._batches:
-                self._batches[sequence.rules] = Batch(self, sequence.rules)
-            self._batches[sequence.rules].queue.append(sequence)
-        return sequence
-
     def _start(self) -> None:
         """Before the first step, bring sequences of one prompt together, and find what all prompts begin with."""
+        prompts: list[Prompt] = []
         for batch in self._batches.values():
             first = {sequence.prompt: number for number, sequence in reversed([*enumerate(batch.queue)])}
             batch.queue = deque(sorted(batch.queue, key=lambda sequence: first[sequence.prompt]))
+            prompts += first
             self._started = True
         if self.prefixes.ragged:
-            waiting = [sequence.prompt for batch in self._batches.values() for sequence in batch.queue]
-            self.prefixes.prefix = shared_prefix(waiting)
+            self.prefixes.prefix = shared_prefix(prompts)
 
 
 class Batch:
@@ -178,16 +175,14 @@ class Batch:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do."""
         return bool(self.unread or self.extended or self.slots.live) or self._can_join()
 
     @property
     def used(self) -> bool:
-        """Whether a sequence is under way, waits or is parked."""
+        """Whether a sequence is drawn, waits or is parked."""
         return bool(self.queue or self.unread or self.slots.occupied)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Remove a sequence that was cancelled."""
+    def cancelled(self, sequence: Sequence) -> None:
         if sequence in self.queue:
             self.queue.remove(sequence)
         for parked, following in self.extended:
@@ -248,7 +243,8 @@ class Batch:
             own = [slot for slot, one in zip(slots, sequences, strict=True) if one.prompt == prompt]
             self.slots.caches.place(own, prefilled)
             ends[prompt] = prefilled.logits
-        self._begin(slots, sequences, mx.concatenate([ends[one.prompt] for one in sequences]))
+        logits = mx.concatenate([ends[one.prompt] for one in sequences])
+        self.unread.append((list(sequences), self.slots.begin(slots, sequences, logits)))
 
     def _extend(self) -> None:
         """Feed extended sequences what is new to them, and let them draw."""
@@ -259,9 +255,7 @@ class Batch:
         width = max(len(prompt) - length for prompt, length in zip(prompts, cached, strict=True))
         self.slots.fit(max(map(len, prompts)) + min(width, self.engine.prefixes.chunk) + 1)
         logits = self.engine.prefixes.extended(self.slots.caches, slots, cached, prompts)
-        self._begin(slots, [following for _, following in pairs], logits)
-
-    def _begin(self, slots: list[int], sequences: list[Sequence], logits: mx.array) -> None:
+        sequences = [following for _, following in pairs]
         self.unread.append((list(sequences), self.slots.begin(slots, sequences, logits)))
 
     def _read(self, sequences: list[Sequence | None], drawn: Drawn) -> list[Sequence]:

@@ -26,11 +26,9 @@ class SlotKeys:
         self.keys, self.values, self.offset, self.window = keys, values, offset, window
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write N tokens after each row's last, [B, H, N, D]; returns the whole slots.
-
-        A position beyond the end is the last one: MLX does not check it, and would write elsewhere.
-        """
+        """Write N tokens after each row's last, [B, H, N, D]; returns the whole slots."""
         count = keys.shape[2]
+        # a position beyond the end is the last one: MLX does not check it, and would write elsewhere
         place = mx.minimum(self._next(count), self.keys.shape[2] - 1)[:, None, :, None]
         self.keys = mx.put_along_axis(self.keys, place, keys, axis=2)
         self.values = mx.put_along_axis(self.values, place, values, axis=2)
@@ -48,8 +46,6 @@ class SlotKeys:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self.keys, self.values
-
-    state = property(keys_and_values)  # what an evaluation must reach
 
     def _next(self, count: int) -> mx.array:
         """Positions of the next tokens, [B, count]."""
@@ -103,11 +99,7 @@ Layers: TypeAlias = "tuple[Layer | Layers, ...]"
 
 
 def layers_of(caches: Iterable[Any]) -> Layers:
-    """What the caches of a prompt hold, mlx-lm's or those that slots have given.
-
-    Raises:
-        NotImplementedError: rows of different lengths cannot share a cache of this kind.
-    """
+    """Those of the caches of a prompt; NotImplementedError where rows of different lengths cannot share one."""
     return tuple(layers_of(cache.caches) if hasattr(cache, "caches") else _layer_of(cache) for cache in caches)
 
 

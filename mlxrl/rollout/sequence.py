@@ -91,15 +91,11 @@ class Sequence:
 
     @property
     def details(self) -> TokenDetails:
-        """What belongs to its tokens besides their log-probs."""
         top = (tuple(self.top_ids), tuple(self.top_logprobs)) if self.request.sampling.num_top else (None, None)
         return TokenDetails(tuple(self.forced), tuple(self.filtered_mass) or None, *top)
 
     def take(self, read: Any, row: int) -> bool:
-        """Take the next token, a row of `Drawn` as lists; returns whether it ends the sequence.
-
-        One without a finite log-prob is not kept.
-        """
+        """Take the next token, a row of `Drawn` as lists, unless its log-prob is not finite; returns whether it ends."""
         token, logprob = read.tokens[row], read.logprobs[row]
         if not isfinite(logprob):
             self.stop, self.keeps_slot = "error", False

@@ -20,8 +20,8 @@ Processor: TypeAlias = abc.Callable[[mx.array, mx.array], mx.array]
 class StepRules:
     """What a compiled step does alike for all its sequences.
 
-    sampling: how they draw; what each has of its own, as `max_tokens`, is left at its default.
-    stop_ids: ids that end a sequence; think_start, think_end: those around a block of thinking, where it has a budget.
+    sampling: how they draw, without what each has of its own, as `max_tokens`. stop_ids: ids that end a sequence.
+    think_start, think_end: ids around a block of thinking, where it has a budget.
     freeze: whether the states of sequences that are done must not change, because they may be extended.
     """
 
@@ -39,11 +39,7 @@ class StepRules:
 def rules_of(
     tokenizer: Any, sampling: Sampling, stop_ids: tuple[int, ...] | None = None, freeze: bool = False
 ) -> StepRules:
-    """How sequences draw and end with a tokenizer; any of its eos ids is a stop where none are given.
-
-    Raises:
-        UserError: a budget of thinking, and a tokenizer that does not know what thinking is.
-    """
+    """How sequences draw and end with a tokenizer; any of its eos ids is a stop where none are given."""
     ids = tuple(sorted(tokenizer.eos_token_ids)) if stop_ids is None else stop_ids
     rules = StepRules(_shared(sampling), ids, freeze=freeze)
     if sampling.thinking_budget is None:
@@ -118,22 +114,23 @@ def _among(tokens: mx.array, ids: abc.Sequence[int]) -> mx.array:
 
 def _scores(logits: mx.array, state: State, rules: StepRules, processors: abc.Sequence[Processor]) -> mx.array | None:
     """The logits to draw from where they are not the model's own: mlx-lm's penalties, processors, then bans."""
+    bans = rules.sampling.min_tokens and rules.stop_ids
+    if not (processors or rules.sampling.penalized or bans):
+        return None
     scores = logits.astype(mx.float32)
     if processors:
         scores = _processed(scores, state, processors)
     if rules.sampling.penalized:
         scores = _penalized(scores, state, rules.sampling)
-    if rules.sampling.min_tokens and rules.stop_ids:
+    if bans:
         early = state.drawn < rules.sampling.min_tokens
         banned = _among(mx.arange(logits.shape[-1]), rules.stop_ids)
         scores = mx.where(early[:, None] & banned, -mx.inf, scores)
-    elif not processors and not rules.sampling.penalized:
-        return None
     return scores
 
 
 def _processed(scores: mx.array, state: State, processors: abc.Sequence[Processor]) -> mx.array:
-    """Call mlx-lm's processors as mlx-lm does, with one row's tokens [T] and its logits [1, V]."""
+    """What processors make of one row's logits [1, V], given its tokens [T]."""
     assert state.history is not None
     rows = [scores[row : row + 1] for row in range(len(scores))]
     lengths: Any = state.lengths.tolist()
@@ -144,11 +141,7 @@ def _processed(scores: mx.array, state: State, processors: abc.Sequence[Processo
 
 
 def _penalized(scores: mx.array, state: State, sampling: Sampling) -> mx.array:
-    """Penalties on the tokens among the last `penalty_context`, the prompt's included.
-
-    repetition (arXiv 1909.05858): a logit above 0 is divided, one below 0 multiplied; presence: subtracted once;
-    frequency: subtracted once for every time.
-    """
+    """Repetition (arXiv 1909.05858), presence and frequency penalties on the last `penalty_context` tokens."""
     ids, valid = _recent(state, sampling.penalty_context)
     if (factor := sampling.repetition_penalty) != 1:
         own = mx.take_along_axis(scores, ids, axis=-1)
