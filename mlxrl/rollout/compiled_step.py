@@ -53,9 +53,7 @@ class CompiledStep:
             self._session = None
         return state, drawn
 
-    def _trace(
-        self, weights: list[mx.array], arrays: list[mx.array], state: State
-    ) -> tuple[list[mx.array], State, Drawn]:
+    def _trace(self, weights: list[mx.array], arrays: list[mx.array], state: State) -> Any:
         assert self._session is not None
         policy, own = self._session.policy, self._session.policy.model.parameters()
         caches = SlotCache(len(state.tokens), layers=self.layers, arrays=arrays)

@@ -95,7 +95,7 @@ class Sequence:
         return TokenDetails(tuple(self.forced), tuple(self.filtered_mass) or None, *top)
 
     def take(self, read: Any, row: int) -> bool:
-        """Take the next token, a row of `Drawn` as lists, unless its log-prob is not finite; returns whether it ends."""
+        """Take the next token, a row of `Drawn` as lists, unless its log-prob is not finite; whether it ended."""
         token, logprob = read.tokens[row], read.logprobs[row]
         if not isfinite(logprob):
             self.stop, self.keeps_slot = "error", False
