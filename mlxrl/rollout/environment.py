@@ -69,7 +69,12 @@ class EnvironmentHandle:
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: wanted True or False, got {brief(flag)}")
-        _refuse_state(feedback.state)
+        try:
+            hash(feedback.state)  # algorithms look states up
+        except TypeError:
+            kind = type(feedback.state).__name__
+            raise TypeError(f"state: wanted a hashable value, such as a tuple, got {kind}") from None
+        _ = bool(feedback.state == feedback.state)  # one that raises does so here
         self._read()
         return replace(feedback, reward=float(reward), **flags)
 
@@ -123,12 +128,3 @@ def _observation(observation: Any, what: str) -> Any:
 def _plain(value: Any) -> Any:
     """A number of NumPy or MLX as one of Python."""
     return value.item() if hasattr(value, "item") else value
-
-
-def _refuse_state(state: Any) -> None:
-    """TypeError for a state that cannot be compared, as algorithms do that look states up."""
-    try:
-        hash(state)
-    except TypeError:
-        raise TypeError(f"state: wanted a hashable value, such as a tuple, got {type(state).__name__}") from None
-    _ = bool(state == state)  # one that raises does so here

@@ -44,7 +44,7 @@ def sample(
     limits: EpisodeLimits = EpisodeLimits(),
     processors: Sequence[Processor] = (),
 ) -> tuple[Group, ...]:
-    """Sample `group_size` trajectories of every task, all of them in one batch.
+    """Sample `group_size` trajectories of every task, all of them in one batch; returns a group for every task.
 
     Args:
         key: a number or a key, [2] uint32. Each turn draws from a key made of (key, task, trajectory, turn) alone.
@@ -52,8 +52,6 @@ def sample(
         environment: makes the environment of a trajectory, which then is an episode of several turns; see
             `types.Environment`. Its reward is the sum over the turns, before reward functions.
         processors: mlx-lm's logits processors, as in `Engine`. Log-probs stay those of the model.
-    Returns:
-        a group of trajectories for every task; a task that stands twice is two groups.
     Raises:
         Interrupted: on Ctrl-C, with the trajectories that had ended.
         EpisodeError: the environment failed in every episode. One that fails in some ends only those.

@@ -31,9 +31,13 @@ class StepRules:
     think_end: tuple[int, ...] = ()
     freeze: bool = False
 
-    def opened_by(self, prompt: abc.Sequence[int]) -> bool:
+    def opened_by(self, prompt: tuple[int, ...]) -> bool:
         """Whether a prompt ends inside a block of thinking."""
-        return bool(self.think_start) and _last(prompt, self.think_start) > _last(prompt, self.think_end)
+        for place in reversed(range(len(prompt))):
+            for ids, opens in ((self.think_end, False), (self.think_start, True)):
+                if ids and prompt[place : place + len(ids)] == ids:
+                    return opens
+        return False
 
 
 def rules_of(
@@ -53,12 +57,6 @@ def rules_of(
 @lru_cache
 def _shared(sampling: Sampling) -> Sampling:
     return replace(sampling, max_tokens=2**31 - 1, stop_strings=(), thinking=None)
-
-
-def _last(ids: abc.Sequence[int], wanted: abc.Sequence[int]) -> int:
-    """Where `wanted` stands last, -1 where it does not."""
-    places = range(len(ids) - len(wanted), -1, -1)
-    return next((place for place in places if tuple(ids[place : place + len(wanted)]) == tuple(wanted)), -1)
 
 
 class Thinking(NamedTuple):

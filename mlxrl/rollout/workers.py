@@ -35,7 +35,13 @@ class Call:
         """How it failed, in one line; empty where it did not."""
         if self.late or not self.over:
             return f"{name}: no answer in {timeout:g} s"
-        return "" if self.error is None else f"{name}: {_described(self.error)}"
+        if self.error is None:
+            return ""
+        try:
+            text = str(self.error)
+        except (Exception, SystemExit):  # noqa: BLE001  (user code too)
+            text = "its message cannot be shown"
+        return one_line(f"{name}: {type(self.error).__name__}: {text}").removesuffix(":")
 
 
 class Workers:
@@ -135,11 +141,3 @@ class Workers:
     def _handed_out(self, over: list[Call]) -> list[Call]:
         self._calls = [call for call in self._calls if not call.over]
         return over
-
-
-def _described(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except (Exception, SystemExit):  # noqa: BLE001  (user code too)
-        text = "its message cannot be shown"
-    return one_line(f"{type(error).__name__}: {text}").removesuffix(":")
