@@ -158,8 +158,8 @@ def _templated(tokenizer: Any, chat: Chat) -> str:
             list(chat.messages), add_generation_prompt=True, tokenize=False, **switch, **tools
         )
     except Exception as error:  # a template is a program of the model's, and may raise anything
-        shown = str(chat.messages[-1].get("content"))[:80]
-        raise PromptError(f"prompt {shown!r}", f"the chat template refuses it: {error}") from error
+        content = str(chat.messages[-1].get("content"))[:80]
+        raise PromptError(f"prompt {content!r}", f"the chat template refuses it: {error}") from error
 
 
 def _encoded(tokenizer: Any, what: str, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:

@@ -160,7 +160,7 @@ class Slots:
         return drawn
 
     def mark_done(self) -> None:
-        """Let the state know of sequences that have ended for a reason that a step does not see."""
+        """Mark sequences in the state that have ended for a reason that a step does not see."""
         if self.state is not None:
             over = mx.array([one is None or one.stop is not None for one in self.sequences])
             self.state = self.state._replace(done=self.state.done | over)

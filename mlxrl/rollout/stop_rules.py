@@ -156,8 +156,8 @@ def _penalized(scores: mx.array, state: State, sampling: Sampling) -> mx.array:
 def _recent(state: State, count: int) -> tuple[mx.array, mx.array]:
     """A row's last tokens [B, count], the latest first, and which of them exist; others repeat the first token."""
     assert state.history is not None
-    places = state.lengths[:, None] - 1 - mx.arange(count)
-    return mx.take_along_axis(state.history, mx.maximum(places, 0), axis=1), places >= 0
+    positions = state.lengths[:, None] - 1 - mx.arange(count)
+    return mx.take_along_axis(state.history, mx.maximum(positions, 0), axis=1), positions >= 0
 
 
 def _forced(thinking: Thinking, rules: StepRules) -> tuple[Thinking, mx.array]:
