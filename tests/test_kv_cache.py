@@ -7,8 +7,7 @@ import pytest
 
 from helpers import RAGGED
 from mlxrl.policy.policy import as_policy
-from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache, capacity_for
-from mlxrl.rollout.kv_layers import layers_of
+from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache, capacity_for, layers_of
 from mlxrl.rollout.prefill import prefill
 from models import dense, hybrid, moe, tokenizer
 

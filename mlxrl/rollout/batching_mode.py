@@ -13,8 +13,7 @@ from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache
 from mlxrl.rollout.prefill import prefill
 
 BatchingMode: TypeAlias = Literal["ragged", "uniform", "equal_length", "single"]
-"""In slots, and fed different numbers of tokens at once; in slots, and fed one number at a time; at equal lengths; one
-by one."""
+"""In slots, and fed different numbers of tokens at once or one number at a time; at equal lengths; one by one."""
 SLOTTED: tuple[BatchingMode, ...] = ("ragged", "uniform")
 
 WARNINGS = {
@@ -38,11 +37,8 @@ def mode_of(policy: Policy) -> BatchingMode:
 
 def check(policy: Policy) -> BatchingMode:
     """The widest mode whose logits are those of each row alone."""
-    modes: tuple[BatchingMode, ...] = (*SLOTTED, "equal_length")
-    for mode in modes:
-        if _agrees(policy, mode):
-            return mode
-    return "single"
+    modes: tuple[BatchingMode, ...] = (*SLOTTED, "equal_length", "single")
+    return next(mode for mode in modes if mode == "single" or _agrees(policy, mode))
 
 
 def _agrees(policy: Policy, mode: BatchingMode) -> bool:
@@ -52,8 +48,7 @@ def _agrees(policy: Policy, mode: BatchingMode) -> bool:
     wanted[1] = wanted[1][:2] + (_alone(policy, JOINS, FED[1][2:]) if mode in SLOTTED else [])
     try:
         got = _together(policy, mode, prompts)
-        pairs = [pair for mine, own in zip(got, wanted, strict=True) for pair in zip(mine, own, strict=True)]
-        return all(_near(mine, own) for mine, own in pairs)
+        return all(_near(mine, own) for pair in zip(got, wanted, strict=True) for mine, own in zip(*pair, strict=True))
     except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError, RuntimeError):
         return False
 
@@ -76,7 +71,7 @@ def _together(policy: Policy, mode: BatchingMode, prompts: Sequence[tuple[int, .
     rows: list[list[mx.array]] = [[] for _ in prompts]
     live = [0, 1, 2]
     for turn, tokens in enumerate(zip(*FED, strict=True)):
-        if turn == 2 and caches.joins:
+        if turn == 2 and mode in SLOTTED:
             caches.place([1], prefill(policy, [JOINS], 2048)[0])
             lengths[1] = len(JOINS)
         elif turn == 2:

@@ -23,13 +23,13 @@ class PromptError(UserError):
 class Chat:
     """A conversation that the model is to answer, and those of its ids that are new to the sequence.
 
-    text: what the template made of the messages, None until it is needed. thinking: the template's switch, None for its
-    default. tools: schemas of functions that the template describes. history_rewritten, new_suffix: see `Turn`.
+    text: what the template made of the messages. thinking: the template's switch, None for its default.
+    tools: schemas of functions that the template describes. history_rewritten, new_suffix: see `Turn`.
     """
 
     messages: tuple[Message, ...] = ()
     ids: tuple[int, ...] = ()
-    text: str | None = None
+    text: str = ""
     thinking: bool | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     history_rewritten: bool = False
@@ -39,16 +39,7 @@ class Chat:
 def render(
     tokenizer: Any, task: Task, *, thinking: bool | None = None, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[int, ...]:
-    """The ids of a task's prompt, ready for the model to answer.
-
-    A string is the user's message in the chat template; a tokenizer without a template gets it as it is.
-
-    Args:
-        thinking: passed to the template as `enable_thinking`; None leaves the template's default.
-        tools: schemas of functions that the template describes to the model.
-    Raises:
-        PromptError: messages for a tokenizer without a chat template, or a prompt of no tokens.
-    """
+    """The ids of a task's prompt, ready for the model to answer; see `start_chat`."""
     return start_chat(tokenizer, task.prompt, thinking, tools).ids
 
 
@@ -58,10 +49,19 @@ def start_chat(
     thinking: bool | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Chat:
-    """Begin a conversation with what is read first; see `render`."""
+    """Begin a conversation with what is read first.
+
+    A string is the user's message in the chat template; a tokenizer without a template gets it as it is.
+
+    Args:
+        thinking, tools: see `Chat`; passed to the template as `enable_thinking` and `tools`.
+    Raises:
+        PromptError: messages for a tokenizer without a chat template, or a prompt of no tokens.
+    """
     chat = Chat(_messages(observation), thinking=thinking, tools=tuple(tools))
     if tokenizer.has_chat_template:
-        ids = tuple(int(token) for token in _templated(tokenizer, chat, tokenize=True))
+        chat = replace(chat, text=_templated(tokenizer, chat))
+        ids = _encoded(tokenizer, "prompt", chat.text)
     elif isinstance(observation, str):
         ids = _encoded(tokenizer, "prompt", observation, add_special_tokens=True)
     else:
@@ -74,14 +74,11 @@ def start_chat(
 def continue_chat(
     tokenizer: Any, chat: Chat, tokens: Sequence[int], stop_ids: Sequence[int], observation: str | Sequence[Message]
 ) -> Chat:
-    """Put an observation after a reply.
+    """Put an observation after a reply; PromptError where the template refuses it, or there is none for messages.
 
     The text of the conversation so far, then the reply, white space aside, must begin the new rendering. What stands
     after them there is appended; the stop token is taken off its front where the reply ends with it. Where they do
     not begin it, the template has rewritten the history, and the new rendering is a prompt of its own.
-
-    Raises:
-        PromptError: the template refuses the messages, or there is none and they are not a text.
     """
     stopped = bool(tokens) and tokens[-1] in stop_ids
     reply = tokenizer.decode(list(tokens[:-1] if stopped else tokens))
@@ -90,17 +87,14 @@ def continue_chat(
             raise PromptError("observation", "the tokenizer has no chat template; wanted a string, got messages")
         return replace(chat, ids=_encoded(tokenizer, "observation", observation))
     new, before = _messages(observation), chat.text
-    if before is None:
-        before = _templated(tokenizer, chat)
     chat = replace(chat, messages=(*chat.messages, {"role": "assistant", "content": reply}, *new))
     text = _templated(tokenizer, chat)
-    tail = _after(text, before, reply)
-    if tail is not None:
-        ids, suffix = _without_stop(tokenizer, tail, tokens[-1] if stopped else None), 0
-    else:
-        ids = _encoded(tokenizer, "observation", text)
-        suffix = _new_suffix(tokenizer, chat, text, ids, len(new))
-    return replace(chat, ids=ids, text=text, history_rewritten=tail is None, new_suffix=suffix)
+    if (tail := _after(text, before, reply)) is not None:
+        ids = _without_stop(tokenizer, tail, tokens[-1] if stopped else None)
+        return replace(chat, ids=ids, text=text, history_rewritten=False, new_suffix=0)
+    ids = _encoded(tokenizer, "observation", text)
+    suffix = _new_suffix(tokenizer, chat, text, ids, len(new))
+    return replace(chat, ids=ids, text=text, history_rewritten=True, new_suffix=suffix)
 
 
 def observed(observation: str | Sequence[Message]) -> str:
@@ -122,7 +116,6 @@ def _new_suffix(tokenizer: Any, chat: Chat, text: str, ids: tuple[int, ...], cou
 
 
 def _common_start(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items two sequences begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -156,16 +149,17 @@ def _messages(observation: str | Sequence[Message]) -> tuple[Message, ...]:
     return ({"role": "user", "content": observation},) if isinstance(observation, str) else tuple(observation)
 
 
-def _templated(tokenizer: Any, chat: Chat, tokenize: bool = False) -> Any:
-    """What the chat template makes of a conversation, ready for the model to answer: the text, or its ids."""
+def _templated(tokenizer: Any, chat: Chat) -> str:
+    """The text that the chat template makes of a conversation, ready for the model to answer."""
     switch = {} if chat.thinking is None else {"enable_thinking": chat.thinking}
     tools = {"tools": [dict(tool) for tool in chat.tools]} if chat.tools else {}
-    options = {"add_generation_prompt": True, "tokenize": tokenize, **switch, **tools}
     try:
-        return tokenizer.apply_chat_template(list(chat.messages), **options)
+        return tokenizer.apply_chat_template(
+            list(chat.messages), add_generation_prompt=True, tokenize=False, **switch, **tools
+        )
     except Exception as error:  # a template is a program of the model's, and may raise anything
-        shown = str(chat.messages[-1].get("content"))[:80]
-        raise PromptError(f"prompt {shown!r}", f"the chat template refuses it: {error}") from error
+        content = str(chat.messages[-1].get("content"))[:80]
+        raise PromptError(f"prompt {content!r}", f"the chat template refuses it: {error}") from error
 
 
 def _encoded(tokenizer: Any, what: str, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:

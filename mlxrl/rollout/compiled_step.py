@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections import abc
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxrl.policy.head import Head
 from mlxrl.policy.policy import Policy
 from mlxrl.rollout.draw import Drawn
-from mlxrl.rollout.kv_cache import EqualLengthCache, KVCache, SlotCache, capacity_for
-from mlxrl.rollout.kv_layers import Layers
+from mlxrl.rollout.kv_cache import EqualLengthCache, KVCache, Layers, SlotCache, capacity_for
 from mlxrl.rollout.sequence import Sequence
-from mlxrl.rollout.stop_rules import Processor, State, StepRules, advance, initial, mapped
+from mlxrl.rollout.stop_rules import Processor, State, StepRules, Thinking, advance
 
-KEPT = 4  # steps that are kept with a policy: training and evaluation draw by different rules
+KEPT = 4  # steps that are kept with a policy for later sessions: training and evaluation draw by different rules
 DROP = 0.25  # share of slots that are free before they are dropped
-Compiled: TypeAlias = "dict[tuple[StepRules, Layers], CompiledStep | None]"
 
 
 def decode_step(
@@ -37,15 +35,17 @@ def decode_step(
 
 
 class CompiledStep:
-    """`decode_step` traced once for calls of the same shapes. Weights are arguments, so training may change them."""
+    """`decode_step` traced once for calls of the same shapes. Weights are arguments, so training may change them.
+
+    refused: whether it could not be compiled.
+    """
 
     def __init__(self, rules: StepRules, layers: Layers) -> None:
-        self.rules, self.layers = rules, layers
+        self.rules, self.layers, self.refused = rules, layers, False
         self._session: DecodeSession | None = None
         self._call = mx.compile(self._trace)
 
     def __call__(self, session: DecodeSession, caches: SlotCache, state: State) -> tuple[State, Drawn]:
-        """The state after the step, and what was drawn; the caches are written to."""
         self._session = session  # for the span of the call: a compiled step outlives the session
         try:
             caches.arrays, state, drawn = self._call(session.weights, caches.arrays, state)
@@ -53,9 +53,7 @@ class CompiledStep:
             self._session = None
         return state, drawn
 
-    def _trace(
-        self, weights: list[mx.array], arrays: list[mx.array], state: State
-    ) -> tuple[list[mx.array], State, Drawn]:
+    def _trace(self, weights: list[mx.array], arrays: list[mx.array], state: State) -> Any:
         assert self._session is not None
         policy, own = self._session.policy, self._session.policy.model.parameters()
         caches = SlotCache(len(state.tokens), layers=self.layers, arrays=arrays)
@@ -71,32 +69,26 @@ class DecodeSession:
     """A policy with its weights as they are now, and the steps that are compiled for it."""
 
     def __init__(self, policy: Policy, processors: abc.Sequence[Processor] = (), *, compiled: bool = True) -> None:
-        self.policy, self.processors = policy, tuple(processors)
+        self.policy, self.processors, self.compiled = policy, tuple(processors), compiled and not processors
         leaves: Any = tree_flatten(policy.model.parameters())
         self.names, self.weights = [name for name, _ in leaves], [weight for _, weight in leaves]
-        self._steps: Compiled | None = {} if compiled and not processors else None
-        self._kept: Compiled = policy.memo.setdefault("compiled steps", {})  # for the sessions to come
+        self._steps: dict[tuple[StepRules, Layers], CompiledStep] = policy.memo.setdefault("compiled steps", {})
+        for key in [*self._steps][:-KEPT]:
+            del self._steps[key]
 
     def step(self, caches: KVCache, state: State, rules: StepRules) -> tuple[State, Drawn]:
         """`decode_step`, compiled where it can be."""
-        if self._steps is not None and isinstance(caches, SlotCache):
+        if self.compiled and isinstance(caches, SlotCache):
             key = rules, caches.layers
-            if key not in self._steps:
-                self._keep(key, self._kept.pop(key) if key in self._kept else CompiledStep(*key))
+            step = self._steps[key] = self._steps.pop(key, None) or CompiledStep(*key)  # the last used is the last
             try:
-                if (step := self._steps[key]) is not None:
+                if not step.refused:
                     return step(self, caches, state)
             except (ValueError, RuntimeError) as error:
-                self._keep(key, None)
+                step.refused = True
                 module = type(self.policy.model).__module__
                 warnings.warn(f"{module}: decoding is not compiled: {error}", stacklevel=2)
         return decode_step(self.policy.head, caches, state, rules, self.processors)
-
-    def _keep(self, key: tuple[StepRules, Layers], step: CompiledStep | None) -> None:
-        assert self._steps is not None
-        self._steps[key] = self._kept[key] = step
-        if len(self._kept) > KEPT:
-            self._kept.pop(next(iter(self._kept)))
 
 
 class Slots:
@@ -111,7 +103,8 @@ class Slots:
         self.sequences: list[Sequence | None] = [None] * count
         self.caches: KVCache = SlotCache(count) if slotted else EqualLengthCache(count)
         self.state: State | None = None
-        self._history: int | None = 0 if rules.looks_back or session.processors else None  # its capacity
+        looks_back = rules.sampling.penalized or rules.think_end or session.processors
+        self._history: int | None = 0 if looks_back else None  # its capacity
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -128,7 +121,6 @@ class Slots:
 
     @property
     def free(self) -> list[int]:
-        """The other slots."""
         return sorted({*range(len(self))}.difference(self.occupied))
 
     def fit(self, tokens: int) -> None:
@@ -143,8 +135,7 @@ class Slots:
         """Let sequences whose prompts are in the caches draw first tokens, from logits [n, V]."""
         for slot, sequence in zip(slots, sequences, strict=True):
             self.sequences[slot], sequence.num_drawn = sequence, 1
-        new = initial(sequences, self.rules, self._history)
-        new, drawn = advance(logits, new, self.rules, self.session.processors)
+        new, drawn = advance(logits, self._initial(sequences), self.rules, self.session.processors)
         if self.state is None:
             assert list(slots) == list(range(len(self))), "the first fill all slots"
             self.state = new
@@ -152,8 +143,7 @@ class Slots:
             order = list(range(len(self)))
             for number, slot in enumerate(slots):
                 order[slot] = len(self) + number
-            index = mx.array(order)
-            self.state = mapped(lambda old, new: mx.concatenate([old, new])[index], self.state, new)
+            self.state = _rows(order, self.state, new)
         mx.async_eval(drawn, self.state)
         return drawn
 
@@ -170,7 +160,7 @@ class Slots:
         return drawn
 
     def mark_done(self) -> None:
-        """Let the state know of sequences that have ended for a reason that a step does not see."""
+        """Mark sequences in the state that have ended for a reason that a step does not see."""
         if self.state is not None:
             over = mx.array([one is None or one.stop is not None for one in self.sequences])
             self.state = self.state._replace(done=self.state.done | over)
@@ -194,7 +184,31 @@ class Slots:
         assert self.state is not None
         self.sequences = [*(self.sequences[slot] for slot in slots[:count]), *[None] * (len(slots) - count)]
         self.caches = self.caches.read(slots, tokens)
-        index, used = mx.array(list(slots)), mx.arange(len(slots)) < count
-        state: State = mapped(lambda array: array[index], self.state)
+        state, used = _rows(slots, self.state), mx.arange(len(slots)) < count
         lengths = mx.where(used, state.lengths, 0)  # within the capacity that is left
         self.state = state._replace(lengths=lengths, done=state.done | ~used)
+
+    def _initial(self, sequences: abc.Sequence[Sequence]) -> State:
+        """The state of sequences whose prompts are in the caches."""
+        prompts, zeros = [sequence.prompt for sequence in sequences], mx.zeros((len(sequences),), mx.int32)
+        state = State(
+            zeros,
+            lengths=mx.array([len(prompt) for prompt in prompts], mx.int32),
+            keys=mx.stack([sequence.request.key for sequence in sequences]),
+            drawn=zeros,
+            left=mx.array([sequence.limit for sequence in sequences], mx.int32),
+            done=mx.zeros((len(sequences),), mx.bool_),
+        )
+        if self._history is not None:
+            padded = [[*prompt, *[0] * (self._history - len(prompt))] for prompt in prompts]
+            state = state._replace(history=mx.array(padded, mx.int32))
+        if self.rules.think_end:
+            opened = mx.array([self.rules.opened_by(prompt) for prompt in prompts])
+            state = state._replace(thinking=Thinking(opened, zeros, zeros - 1))
+        return state
+
+
+def _rows(rows: abc.Sequence[int], *states: State) -> State:
+    """Some rows of states, counted over all of them."""
+    index = mx.array(list(rows))
+    return tree_map(lambda *arrays: None if arrays[0] is None else mx.concatenate(list(arrays))[index], *states)

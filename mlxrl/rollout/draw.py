@@ -12,7 +12,7 @@ from mlxrl.settings import Sampling
 
 
 def fold(keys: mx.array, numbers: mx.array) -> mx.array:
-    """A key for every (key, number): [..., 2] uint32 and [N] give [N, 2]. It depends on nothing else."""
+    """A key [N, 2] for every (key, number), from [..., 2] uint32 and [N]. It depends on nothing else."""
     lane = mx.stack([mx.zeros_like(numbers), numbers], axis=-1).astype(mx.uint32)
     return mx.vmap(mx.random.split)(keys + lane)[:, 0]
 
@@ -24,9 +24,10 @@ def key_of(seed: int, step: int) -> mx.array:
 
 def sequence_keys(base: mx.array, tasks: int, group_size: int) -> mx.array:
     """[tasks * group_size, 2] keys, task by task: that of a task is made of the base's, that of a sequence of it."""
+    if not tasks:
+        return mx.zeros((0, 2), mx.uint32)
     of_tasks = fold(base[None], mx.arange(tasks))
-    numbers = mx.concatenate([mx.arange(group_size)] * max(tasks, 1))
-    return fold(mx.repeat(of_tasks, group_size, axis=0), numbers) if tasks else mx.zeros((0, 2), mx.uint32)
+    return fold(mx.repeat(of_tasks, group_size, axis=0), mx.tile(mx.arange(group_size), tasks))
 
 
 class Drawn(NamedTuple):
@@ -63,8 +64,7 @@ def draw(
     logits = _tempered(logits, sampling)
     masses, peak = _masses(logits)
     total = masses.sum(axis=-1).sum(axis=-1)
-    filtered_mass = None
-    drawable = masses
+    filtered_mass, drawable = None, masses
     if scores is not None or sampling.filters:
         scores = _filtered(logits if scores is None else _tempered(scores, sampling), sampling)
         drawable = _masses(scores)[0]
@@ -79,8 +79,11 @@ def draw(
         tokens = mx.where(forced >= 0, forced, tokens)
     normaliser = peak + mx.log(total)[:, None]
     logprobs = (mx.take_along_axis(logits, tokens[:, None], axis=-1) - normaliser)[:, 0]
-    top = _top(logits, normaliser, sampling.num_top) if sampling.num_top else (None, None)
-    return Drawn(tokens, logprobs, filtered_mass, *top), keys
+    ids = top_logprobs = None
+    if sampling.num_top:
+        ids = _top(logits, sampling.num_top)
+        top_logprobs = mx.take_along_axis(logits, ids, axis=-1) - normaliser
+    return Drawn(tokens, logprobs, filtered_mass, ids, top_logprobs), keys
 
 
 def _tempered(logits: mx.array, sampling: Sampling) -> mx.array:
@@ -145,11 +148,9 @@ def _filtered(logits: mx.array, sampling: Sampling) -> mx.array:
     return logits
 
 
-def _top(logits: mx.array, normaliser: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Ids and log-probs [B, K] of the most likely tokens, the most likely first."""
+def _top(logits: mx.array, count: int) -> mx.array:
+    """Ids [B, K] of the most likely tokens, the most likely first."""
     count = min(count, logits.shape[-1])
     ids = mx.argpartition(-logits, kth=count - 1, axis=-1)[:, :count]
-    values = mx.take_along_axis(logits, ids, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    ids = mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)
-    return ids, mx.take_along_axis(values, order, axis=-1) - normaliser
+    order = mx.argsort(-mx.take_along_axis(logits, ids, axis=-1), axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)

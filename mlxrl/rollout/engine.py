@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import abc, deque
 from dataclasses import replace
-from math import isfinite
 from typing import Any, Self
 
 import mlx.core as mx
@@ -20,7 +19,7 @@ from mlxrl.rollout.batching_mode import SLOTTED, BatchingMode, mode_of
 from mlxrl.rollout.compiled_step import DecodeSession, Slots
 from mlxrl.rollout.draw import Drawn
 from mlxrl.rollout.kv_cache import SlotCache
-from mlxrl.rollout.prefill import PrefixCache, context_of
+from mlxrl.rollout.prefill import PrefixCache, context_of, shared_prefix
 from mlxrl.rollout.sequence import Prompt, Request, Sequence
 from mlxrl.rollout.stop_rules import Processor, StepRules, rules_of
 
@@ -57,16 +56,24 @@ class Engine:
         if max_rows < 1 or prefill_chunk < 1:
             raise UserError("engine", f"max_rows and prefill_chunk: wanted at least 1, got {max_rows}, {prefill_chunk}")
         self.policy, self.session = policy, DecodeSession(policy, processors, compiled=compiled)
-        self.mode = mode or mode_of(policy)
-        self.max_rows = 1 if self.mode == "single" else max_rows
-        self.prefixes = PrefixCache(policy, prefill_chunk, ragged=self.mode == "ragged")
+        mode = mode or mode_of(policy)
+        self.slotted = mode in SLOTTED
+        self.max_rows = 1 if mode == "single" else max_rows
+        self.prefixes = PrefixCache(policy, prefill_chunk, ragged=mode == "ragged")
         self._batches: dict[StepRules, Batch] = {}
         self._ended: list[Sequence] = []  # before they started
         self._started = False
 
     def submit(self, request: Request) -> Sequence:
         """Let a request wait for a slot. One whose prompt fills the context has ended, with nothing drawn."""
-        return self._enqueued(self._sequence(request))
+        sequence = self._sequence(request)
+        if sequence.stop is not None:
+            self._ended.append(sequence)
+            return sequence
+        if sequence.rules not in self._batches:
+            self._batches[sequence.rules] = Batch(self, sequence.rules)
+        self._batches[sequence.rules].queue.append(sequence)
+        return sequence
 
     def extend(self, sequence: Sequence, ids: abc.Sequence[int], **changes: Any) -> Sequence:
         """Continue after a sequence that has ended with ids that follow its tokens, as the next turn of a conversation.
@@ -82,14 +89,14 @@ class Engine:
             self._batches[sequence.rules].extended.append((sequence, following))
             return following
         self.cancel(sequence)
-        return self._enqueued(following)
+        return self.submit(following.request)
 
     def cancel(self, sequence: Sequence) -> None:
         """Give up a sequence: one under way ends as "cancelled" and does not come out, a parked one frees its slot."""
         sequence.keeps_slot = False
         if sequence.stop is None:
             sequence.stop = "cancelled"
-            self._batches[sequence.rules].forget(sequence)
+            self._batches[sequence.rules].cancelled(sequence)
 
     def step(self) -> list[Sequence]:
         """Draw a token for every sequence in a slot; returns those that have ended."""
@@ -114,7 +121,6 @@ class Engine:
 
     @property
     def drawing(self) -> bool:
-        """Whether a sequence is being drawn."""
         return any(batch.slots.live for batch in self._batches.values())
 
     @property
@@ -122,17 +128,13 @@ class Engine:
         """Slots of sequences that are being drawn or parked."""
         return sum(len(batch.slots.occupied) for batch in self._batches.values())
 
-    def close(self) -> None:
-        """Let go of all sequences and their caches."""
-        self._batches, self._ended = {}, []
-        self.prefixes.clear()
-        mx.clear_cache()  # what comes next needs buffers of other sizes
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._batches, self._ended = {}, []
+        self.prefixes.clear()
+        mx.clear_cache()  # what comes next needs buffers of other sizes
 
     def _sequence(self, request: Request) -> Sequence:
         """A sequence with the tokens that it may draw: a prompt that fills the context may draw none."""
@@ -141,25 +143,18 @@ class Engine:
             limits.append(context - len(request.prompt))
         limit = min(limit for limit in limits if limit is not None)
         rules = rules_of(self.policy.tokenizer, request.sampling, request.stop_ids, request.keep)
-        keeps = request.keep and self.mode in SLOTTED  # others cannot be extended
-        return Sequence(request, rules, limit, self.policy.tokenizer.decode, keeps)
-
-    def _enqueued(self, sequence: Sequence) -> Sequence:
-        if sequence.stop is not None:
-            self._ended.append(sequence)
-        else:
-            if sequence.rules not in self._batches:
-                self._batches[sequence.rules] = Batch(self, sequence.rules)
-            self._batches[sequence.rules].queue.append(sequence)
-        return sequence
+        return Sequence(request, rules, limit, self.policy.tokenizer.decode, request.keep and self.slotted)
 
     def _start(self) -> None:
         """Before the first step, bring sequences of one prompt together, and find what all prompts begin with."""
+        prompts: list[Prompt] = []
         for batch in self._batches.values():
-            first = {sequence.prompt: number for number, sequence in reversed(list(enumerate(batch.queue)))}
+            first = {sequence.prompt: number for number, sequence in reversed([*enumerate(batch.queue)])}
             batch.queue = deque(sorted(batch.queue, key=lambda sequence: first[sequence.prompt]))
+            prompts += first
             self._started = True
-        self.prefixes.share(sequence.prompt for batch in self._batches.values() for sequence in batch.queue)
+        if self.prefixes.ragged:
+            self.prefixes.prefix = shared_prefix(prompts)
 
 
 class Batch:
@@ -173,20 +168,21 @@ class Batch:
         self.queue: deque[Sequence] = deque()
         self.extended: list[tuple[Sequence, Sequence]] = []
         self.unread: list[tuple[list[Sequence | None], Drawn]] = []
-        self.slots = self._opened(0)
+        self._open(0)
+
+    def _open(self, count: int) -> None:
+        self.slots = Slots(self.engine.session, self.rules, count, slotted=self.engine.slotted)
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do."""
         return bool(self.unread or self.extended or self.slots.live) or self._can_join()
 
     @property
     def used(self) -> bool:
-        """Whether a sequence is under way, waits or is parked."""
+        """Whether a sequence is drawn, waits or is parked."""
         return bool(self.queue or self.unread or self.slots.occupied)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Let go of a sequence that was cancelled."""
+    def cancelled(self, sequence: Sequence) -> None:
         if sequence in self.queue:
             self.queue.remove(sequence)
         for parked, following in self.extended:
@@ -196,7 +192,10 @@ class Batch:
 
     def step(self) -> list[Sequence]:
         """Fill free slots, enqueue a step, and read the one before; returns the sequences that have ended."""
-        self._fill()
+        if self.extended:
+            self._extend()
+        if self._can_join():
+            self._fill()
         unread, self.unread = self.unread, []
         if (drawn := self.slots.step()) is not None:
             self.unread.append((list(self.slots.sequences), drawn))
@@ -205,22 +204,15 @@ class Batch:
             self.slots.drop()
         return ended
 
-    def _opened(self, count: int) -> Slots:
-        return Slots(self.engine.session, self.rules, count, slotted=self.engine.mode in SLOTTED)
-
     def _can_join(self) -> bool:
         """Whether a waiting sequence could have a slot."""
         if not self.queue:
             return False
         occupied = len(self.slots.occupied)
-        return not occupied or (self.slots.caches.joins and occupied < self.engine.max_rows)
+        return not occupied or (self.engine.slotted and occupied < self.engine.max_rows)
 
     def _fill(self) -> None:
-        """Let extended sequences continue, and give free slots to waiting ones when enough are free."""
-        if self.extended:
-            self._extend()
-        if not self._can_join():
-            return
+        """Give free slots to waiting sequences when enough are free."""
         if not self.slots.occupied:
             self._open_for_queue()
         elif len(self.queue) > len(self.slots.free):
@@ -233,24 +225,14 @@ class Batch:
     def _open_for_queue(self) -> None:
         """Make slots for as many as may be, or for those of one length with the first where none can join later."""
         count = min(self.engine.max_rows, len(self.queue))
-        if not self.slots.caches.joins:
-            length = len(self.queue[0].prompt)
-            chosen = [one for one in self.queue if len(one.prompt) == length][: self.engine.max_rows]
-            self.queue = deque(chosen + [one for one in self.queue if one not in chosen])
-            count = len(chosen)
-        if not self.slots.caches.joins or len(self.slots) < count:
-            self.slots = self._opened(count)
-
-    def _extend(self) -> None:
-        """Feed extended sequences what is new to them, and let them draw."""
-        assert isinstance(self.slots.caches, SlotCache)
-        pairs, self.extended = self.extended, []
-        slots = [self.slots.sequences.index(parked) for parked, _ in pairs]
-        cached, prompts = [parked.num_cached for parked, _ in pairs], [following.prompt for _, following in pairs]
-        width = max(len(prompt) - length for prompt, length in zip(prompts, cached, strict=True))
-        self.slots.fit(max(map(len, prompts)) + min(width, self.engine.prefixes.chunk) + 1)
-        logits = self.engine.prefixes.extended(self.slots.caches, slots, cached, prompts)
-        self._begin(slots, [following for _, following in pairs], logits)
+        if self.engine.slotted:
+            if len(self.slots) < count:
+                self._open(count)
+            return
+        length = len(self.queue[0].prompt)
+        chosen = [one for one in self.queue if len(one.prompt) == length][: self.engine.max_rows]
+        self.queue = deque(chosen + [one for one in self.queue if one not in chosen])
+        self._open(len(chosen))
 
     def _join(self, slots: list[int], sequences: list[Sequence]) -> None:
         """Prefill the distinct prompts of sequences, give these their slots, and let them draw."""
@@ -261,23 +243,26 @@ class Batch:
             own = [slot for slot, one in zip(slots, sequences, strict=True) if one.prompt == prompt]
             self.slots.caches.place(own, prefilled)
             ends[prompt] = prefilled.logits
-        self._begin(slots, sequences, mx.concatenate([ends[one.prompt] for one in sequences]))
+        logits = mx.concatenate([ends[one.prompt] for one in sequences])
+        self.unread.append((list(sequences), self.slots.begin(slots, sequences, logits)))
 
-    def _begin(self, slots: list[int], sequences: list[Sequence], logits: mx.array) -> None:
+    def _extend(self) -> None:
+        """Feed extended sequences what is new to them, and let them draw."""
+        assert isinstance(self.slots.caches, SlotCache)
+        pairs, self.extended = self.extended, []
+        slots = [self.slots.sequences.index(parked) for parked, _ in pairs]
+        cached, prompts = [parked.num_cached for parked, _ in pairs], [following.prompt for _, following in pairs]
+        width = max(len(prompt) - length for prompt, length in zip(prompts, cached, strict=True))
+        self.slots.fit(max(map(len, prompts)) + min(width, self.engine.prefixes.chunk) + 1)
+        logits = self.engine.prefixes.extended(self.slots.caches, slots, cached, prompts)
+        sequences = [following for _, following in pairs]
         self.unread.append((list(sequences), self.slots.begin(slots, sequences, logits)))
 
     def _read(self, sequences: list[Sequence | None], drawn: Drawn) -> list[Sequence]:
         """Read back what was drawn; returns the sequences that it ended."""
-        read: Any = [None if array is None else array.tolist() for array in drawn]
-        tokens, logprobs, *details = read
-        ended: list[Sequence] = []
-        for row, (sequence, token, logprob) in enumerate(zip(sequences, tokens, logprobs, strict=True)):
-            if sequence is None or sequence.stop is not None:
-                continue
-            if any(details) and isfinite(logprob):
-                sequence.note(Drawn(*read), row)
-            if sequence.take(token, logprob):
-                ended.append(sequence)
+        read: Any = Drawn._make(None if array is None else array.tolist() for array in drawn)
+        pairs = [(row, one) for row, one in enumerate(sequences) if one and one.stop is None]
+        ended = [one for row, one in pairs if one.take(read, row)]
         if any(sequence.stop_strings for sequence in ended):
             self.slots.mark_done()
         return ended

@@ -69,7 +69,12 @@ class EnvironmentHandle:
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: wanted True or False, got {brief(flag)}")
-        _refuse_state(feedback.state)
+        try:
+            hash(feedback.state)  # algorithms look states up
+        except TypeError:
+            kind = type(feedback.state).__name__
+            raise TypeError(f"state: wanted a hashable value, such as a tuple, got {kind}") from None
+        _ = bool(feedback.state == feedback.state)  # one that raises does so here
         self._read()
         return replace(feedback, reward=float(reward), **flags)
 
@@ -89,13 +94,9 @@ def gives_rewards(factory: Factory | None) -> bool:
 
 
 def prepare(factory: Factory, tokenizer: Any) -> None:
-    """Give a factory that is an object with a `prepare` the tokenizer.
-
-    Raises:
-        EpisodeError: it cannot do with the tokenizer.
-    """
-    made = _bare(factory)
-    if not isinstance(made, type) and callable(function := getattr(made, "prepare", None)):
+    """Give a factory that is an object with a `prepare` the tokenizer; EpisodeError where it cannot be used."""
+    bare = _bare(factory)
+    if not isinstance(bare, type) and callable(function := getattr(bare, "prepare", None)):
         try:
             function(tokenizer)
         except ValueError as error:
@@ -103,7 +104,6 @@ def prepare(factory: Factory, tokenizer: Any) -> None:
 
 
 def _bare(factory: Factory) -> Any:
-    """A factory without its arguments."""
     return factory.func if isinstance(factory, partial) else factory
 
 
@@ -117,26 +117,14 @@ def check_factory(factory: Any, arguments: Mapping[str, Any]) -> None:
 def _observation(observation: Any, what: str) -> Any:
     if isinstance(observation, str):
         return observation
-    if isinstance(observation, Sequence) and observation and all(map(_is_message, observation)):
-        for message in observation:
-            str(message.get("content"))  # one that cannot be shown raises here
-        return tuple(observation)
-    raise TypeError(f"wanted a text or a list of messages as {what}, got {brief(observation)}")
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+    messages: tuple[Any, ...] = tuple(observation) if isinstance(observation, Sequence) else ()
+    if not messages or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
+        raise TypeError(f"wanted a text or a list of messages as {what}, got {brief(observation)}")
+    for message in messages:
+        str(message.get("content"))  # one that cannot be written out raises here
+    return messages
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's or MLX's as Python's."""
+    """A number of NumPy or MLX as one of Python."""
     return value.item() if hasattr(value, "item") else value
-
-
-def _refuse_state(state: Any) -> None:
-    """TypeError for a state that cannot be compared, as algorithms do that look states up."""
-    try:
-        hash(state)
-    except TypeError:
-        raise TypeError(f"state: wanted a hashable value, such as a tuple, got {type(state).__name__}") from None
-    _ = bool(state == state)  # one that raises does so here

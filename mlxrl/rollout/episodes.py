@@ -33,8 +33,8 @@ HURRIED = 0.2  # the same, where one of an earlier rollout still hangs
 class Episode:
     """A trajectory under way.
 
-    environment: None for a single turn. sequence: of its present turn; chat: what that has read, as text for people in
-    observation_text; state: in which it acts. stop, error: see `Trajectory`; closing: the call that closes.
+    environment: None for a single turn. sequence: of its present turn; chat: what that has read; observation_text,
+    state: see `Turn`; stop, error: see `Trajectory`. closing: the call that closes the environment.
     """
 
     number: int
@@ -51,7 +51,6 @@ class Episode:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled so far."""
         return sum(len(turn.tokens) for turn in self.turns)
 
 
@@ -85,7 +84,7 @@ class Episodes:
         self.engine, self.workers = engine, workers
         for episode in self.episodes:
             if episode.environment is None:
-                self._first(episode, episode.task.prompt, repr(episode.task.prompt))
+                self._first(episode, episode.task.prompt)
             else:
                 workers.submit(episode.environment.reset, episode)
         for answer in workers.wait(grace=None):
@@ -96,7 +95,13 @@ class Episodes:
         episode: Episode = sequence.request.owner
         if episode.turns and sequence.limit <= 0:
             return self._finish(episode, "length")  # the observation has filled the context
-        episode.turns.append(self._turn(episode, sequence))
+        chat = episode.chat
+        episode.turns.append(Turn(
+            chat.ids, tuple(sequence.tokens), tuple(sequence.logprobs),
+            self.tokenizer.decode(sequence.tokens, skip_special_tokens=True), details=sequence.details,
+            state=episode.state, observation_text=episode.observation_text,
+            history_rewritten=chat.history_rewritten, new_suffix=chat.new_suffix,
+        ))  # fmt: skip
         if (handle := episode.environment) is None or sequence.stop == "error":
             return self._finish(episode, sequence.stop)
         if not sequence.tokens:
@@ -108,7 +113,7 @@ class Episodes:
         self.workers.submit(partial(handle.step, reply), episode)
 
     def observed(self, answer: Call) -> None:
-        """Continue with what an environment has answered, or end the episode."""
+        """Continue with what an environment has answered."""
         episode: Episode = answer.owner
         name = "step" if episode.turns else "reset"
         if fault := answer.fault(name, self.limits.timeout):
@@ -116,8 +121,8 @@ class Episodes:
         try:
             if episode.turns:
                 self._next(episode, answer.value)
-            elif episode.environment is not None:
-                self._first(episode, answer.value, episode.environment.prompt_key)
+            else:
+                self._first(episode, answer.value)
         except PromptError as error:
             self._finish(episode, "error", f"{name}: {error}")
 
@@ -145,18 +150,16 @@ class Episodes:
         self.patience = min(self.limits.timeout, HURRIED if hangs else PATIENCE)
         self.closing.close(self.patience)
 
-    def _first(self, episode: Episode, observation: Observation, key: str) -> None:
+    def _first(self, episode: Episode, observation: Observation) -> None:
         """Submit the first turn. Episodes of a task begin alike, so what they read is rendered once."""
         handle = episode.environment
+        key, tools = (handle.prompt_key, handle.tools) if handle else (repr(observation), ())
         if key not in self._firsts:
-            tools = handle.tools if handle else ()
             self._firsts[key] = start_chat(self.tokenizer, observation, self.sampling.thinking, tools)
         episode.chat = self._firsts[key]
-        if handle is not None:
+        if handle:
             episode.observation_text, episode.state = observed(observation), episode.chat.ids
-        own = self._own(episode)
-        request = Request(episode.chat.ids, sampling=self.sampling, keep=self.keeps, owner=episode, **own)
-        episode.sequence = self.engine.submit(request)
+        self._submit(episode)
 
     def _next(self, episode: Episode, feedback: Feedback) -> None:
         """Credit an action with what its environment answered, and submit the next turn."""
@@ -169,12 +172,7 @@ class Episodes:
         stop_ids, observation = sequence.rules.stop_ids, feedback.observation
         episode.chat = continue_chat(self.tokenizer, episode.chat, sequence.tokens, stop_ids, observation)
         episode.observation_text, episode.state = observed(observation), feedback.state
-        ids, own = episode.chat.ids, self._own(episode)
-        if episode.chat.history_rewritten:
-            self.engine.cancel(sequence)
-            episode.sequence = self.engine.submit(replace(sequence.request, prompt=ids, **own))
-        else:
-            episode.sequence = self.engine.extend(sequence, ids, **own)
+        self._submit(episode)
 
     def _limit(self, episode: Episode, sequence: Sequence, done: bool) -> Stop | None:
         """Why an episode ends after a turn, None where it does not."""
@@ -185,24 +183,23 @@ class Episodes:
             return "length" if sequence.stop == "length" else "turns"
         return "length" if most is not None and episode.num_tokens >= most else None
 
-    def _own(self, episode: Episode) -> dict[str, Any]:
-        """What the request of an episode's next turn has of its own."""
-        turn, most = len(episode.turns), self.limits.max_episode_tokens
+    def _submit(self, episode: Episode) -> None:
+        """Submit the next turn: it continues the sequence of the last one, unless that is not a part of its prompt."""
+        turn, most, sequence = len(episode.turns), self.limits.max_episode_tokens, episode.sequence
         while turn >= len(self.keys):
             self.keys.append(fold(self.keys[0], mx.full((len(self.episodes),), len(self.keys))))
-        return {
-            "key": self.keys[turn][episode.number],
-            "limit": None if most is None else most - episode.num_tokens,
-            "stop_strings": episode.environment.stop if episode.environment else (),
-        }
-
-    def _turn(self, episode: Episode, sequence: Sequence) -> Turn:
-        return Turn(
-            episode.chat.ids, tuple(sequence.tokens), tuple(sequence.logprobs),
-            self.tokenizer.decode(sequence.tokens, skip_special_tokens=True), details=sequence.details,
-            state=episode.state, observation_text=episode.observation_text,
-            history_rewritten=episode.chat.history_rewritten, new_suffix=episode.chat.new_suffix,
-        )  # fmt: skip
+        key, limit = self.keys[turn][episode.number], None if most is None else most - episode.num_tokens
+        strings = episode.environment.stop if episode.environment else ()
+        if sequence is not None and not episode.chat.history_rewritten:
+            ids = episode.chat.ids
+            episode.sequence = self.engine.extend(sequence, ids, key=key, limit=limit, stop_strings=strings)
+            return
+        if sequence is not None:
+            self.engine.cancel(sequence)
+        request = Request(
+            episode.chat.ids, key, self.sampling, limit, stop_strings=strings, keep=self.keeps, owner=episode
+        )
+        episode.sequence = self.engine.submit(request)
 
     def _trajectory(self, episode: Episode, stop: Stop) -> Trajectory:
         """An episode that has ended, what its environment gave as a part of the reward."""

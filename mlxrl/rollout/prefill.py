@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from mlxrl.policy.gated_delta import chunked
-from mlxrl.policy.head import Head
 from mlxrl.policy.policy import Policy
-from mlxrl.rollout.kv_cache import SlotCache
-from mlxrl.rollout.sequence import PrefilledPrompt, Prompt
+from mlxrl.rollout.kv_cache import PrefilledPrompt, SlotCache, flat
+from mlxrl.rollout.sequence import Prompt
 
 WORTH = 256  # tokens that a shared prefix must save to be worth a forward pass more
+Item = TypeVar("Item")
 
 
 def prefill(policy: Policy, prompts: Sequence[Prompt], chunk: int) -> list[PrefilledPrompt]:
@@ -23,14 +23,15 @@ def prefill(policy: Policy, prompts: Sequence[Prompt], chunk: int) -> list[Prefi
     Shorter prompts are padded on the right, where causality hides the padding from attention, and their lengths
     from recurrences.
     """
-    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
     caches = make_prompt_cache(policy.model)
     lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
     assert len(prompts) == 1 or len(prompts) * width <= chunk
-    if min(lengths) < width:
-        _set_lengths(caches, lengths)
-    tokens = mx.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+    for cache in flat(caches):
+        if min(lengths) < width and isinstance(cache, ArraysCache):
+            cache.lengths = mx.array(lengths)
+    tokens = _padded(prompts, width)
     hidden = None
     with chunked():
         for start in range(0, width, chunk):
@@ -42,37 +43,6 @@ def prefill(policy: Policy, prompts: Sequence[Prompt], chunk: int) -> list[Prefi
     logits = policy.head.project(mx.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
     mx.async_eval(logits, [cache.state for cache in caches])  # and that of many prompts to one forward's
     return [PrefilledPrompt(caches, row, length, logits[row : row + 1]) for row, length in enumerate(lengths)]
-
-
-def _set_lengths(caches: Iterable[Any], lengths: Sequence[int]) -> None:
-    """Let recurrent layers know how long their rows are."""
-    from mlx_lm.models.cache import ArraysCache, CacheList
-
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            _set_lengths(cache.caches, lengths)
-        elif isinstance(cache, ArraysCache):
-            cache.lengths = mx.array(list(lengths))
-
-
-def extend(
-    head: Head, caches: SlotCache, slots: Sequence[int], lengths: Sequence[int], fed: Sequence[Sequence[int]]
-) -> mx.array:
-    """Feed n rows that hold `lengths` tokens several each, in one forward; returns the logits [n, V] after the last.
-
-    Shorter ones are padded on the right: attention to what lies after them is masked, and no state sees it.
-    """
-    part, counts = caches.read(slots), mx.array([len(tokens) for tokens in fed], mx.int32)
-    width = max(map(len, fed))
-    tokens = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens in fed])
-    ragged = min(map(len, fed)) < width
-    given = part.caches(mx.array(list(lengths), mx.int32), counts if ragged else None)
-    with chunked():
-        hidden = head.trunk(tokens, given)
-    part.update(given)
-    caches.write(slots, part.arrays)
-    last = mx.take_along_axis(hidden, (counts - 1)[:, None, None], axis=1)
-    return head.project(last[:, 0])
 
 
 class PrefixCache:
@@ -88,35 +58,9 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of the prompts that were run."""
+        """Release the prompts that were run."""
         self._prefix: PrefilledPrompt | None = None
         self._kept: dict[Prompt, PrefilledPrompt] = {}
-
-    def extended(
-        self, caches: SlotCache, slots: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt]
-    ) -> mx.array:
-        """Run what is new of prompts of which slots hold `lengths` tokens, `chunk` tokens a forward, padding included.
-
-        Returns the logits [n, V] after each prompt.
-        """
-        cached, logits = list(lengths), dict[int, mx.array]()
-        while left := [i for i, prompt in enumerate(prompts) if cached[i] < len(prompt)]:
-            counts = {i: min(len(prompts[i]) - cached[i], self.chunk) for i in left}
-            left.sort(key=counts.__getitem__)  # of like length together, as many as fill a chunk
-            left = [i for number, i in enumerate(left) if not number or (number + 1) * counts[i] <= self.chunk]
-            if not self.ragged:
-                left = [i for i in left if counts[i] == counts[left[0]]]
-            fed = [prompts[i][cached[i] : cached[i] + self.chunk] for i in left]
-            ends = extend(self.policy.head, caches, [slots[i] for i in left], [cached[i] for i in left], fed)
-            for i, tokens, end in zip(left, fed, ends, strict=True):
-                cached[i] += len(tokens)
-                logits[i] = end
-        return mx.stack([logits[i] for i in range(len(prompts))])
-
-    def share(self, prompts: Iterable[Prompt]) -> None:
-        """Find what prompts begin with."""
-        if self.ragged:
-            self.prefix = shared_prefix(prompts)
 
     def prefilled(
         self, prompts: Iterable[Prompt], waited_for: Collection[Prompt]
@@ -129,15 +73,50 @@ class PrefixCache:
                 self._kept[prompt] = one
             yield prompt, one
 
+    def extended(
+        self, caches: SlotCache, slots: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt]
+    ) -> mx.array:
+        """Run what is new of n prompts of which slots hold `lengths` tokens, `chunk` tokens a forward with padding.
+
+        Returns the logits [n, V] after each prompt.
+        """
+        cached, logits = list(lengths), dict[int, mx.array]()
+        while left := [i for i, prompt in enumerate(prompts) if cached[i] < len(prompt)]:
+            counts = {i: min(len(prompts[i]) - cached[i], self.chunk) for i in left}
+            left = next(_batches(left, counts.__getitem__, self.chunk))
+            if not self.ragged:
+                left = [i for i in left if counts[i] == counts[left[0]]]
+            fed = [prompts[i][cached[i] : cached[i] + counts[i]] for i in left]
+            ends = self._fed(caches, [slots[i] for i in left], [cached[i] for i in left], fed)
+            for i, end in zip(left, ends, strict=True):
+                cached[i] += counts[i]
+                logits[i] = end
+        return mx.stack([logits[i] for i in range(len(prompts))])
+
+    def _fed(self, caches: SlotCache, slots: list[int], lengths: list[int], fed: Sequence[Prompt]) -> mx.array:
+        """Logits [n, V] after tokens that n slots are fed in one forward.
+
+        Shorter ones are padded on the right: attention to what lies after them is masked, and no state sees it.
+        """
+        part, counts = caches.read(slots), mx.array([len(tokens) for tokens in fed], mx.int32)
+        width = max(map(len, fed))
+        given = part.caches(mx.array(lengths, mx.int32), counts if min(map(len, fed)) < width else None)
+        with chunked():
+            hidden = self.policy.head.trunk(_padded(fed, width), given)
+        part.update(given)
+        caches.write(slots, part.arrays)
+        last = mx.take_along_axis(hidden, (counts - 1)[:, None, None], axis=1)
+        return self.policy.head.project(last[:, 0])
+
     def _run(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, PrefilledPrompt]]:
         """Run prompts, together where the model can, each from the shared prefix on where it has that."""
+        known = len(self.prefix)
         sharing, others = list[Prompt](), list[Prompt]()
         for prompt in prompts:
-            shares = self.prefix and len(prompt) > len(self.prefix) and prompt[: len(self.prefix)] == self.prefix
-            (sharing if shares else others).append(prompt)
-        for batch in _batches(others, self.chunk) if self.ragged else ([prompt] for prompt in others):
+            (sharing if known and len(prompt) > known and prompt[:known] == self.prefix else others).append(prompt)
+        for batch in _batches(others, len, self.chunk) if self.ragged else ([prompt] for prompt in others):
             yield from zip(batch, prefill(self.policy, batch, self.chunk), strict=True)
-        for batch in _batches(sharing, self.chunk, len(self.prefix)):
+        for batch in _batches(sharing, lambda prompt: len(prompt) - known, self.chunk):
             yield from zip(batch, self._continued(batch), strict=True)
 
     def _continued(self, prompts: Sequence[Prompt]) -> list[PrefilledPrompt]:
@@ -147,31 +126,35 @@ class PrefixCache:
         caches, slots, lengths = SlotCache(len(prompts)), range(len(prompts)), [len(prompt) for prompt in prompts]
         caches.fit(max(lengths) + 1)
         caches.place(slots, self._prefix)
-        starts = [len(self.prefix)] * len(prompts)
-        logits = self.extended(caches, slots, starts, prompts)
+        logits = self.extended(caches, slots, [len(self.prefix)] * len(prompts), prompts)
         given = caches.caches(mx.array(lengths))
         return [PrefilledPrompt(given, row, length, logits[row : row + 1]) for row, length in enumerate(lengths)]
 
 
 def shared_prefix(prompts: Iterable[Prompt]) -> Prompt:
     """The tokens that different prompts all begin with, one of each left out; none where they save too little."""
-    distinct = list(dict.fromkeys(prompts))
+    distinct = set(prompts)
     shortest = min(distinct, key=len, default=())
-    columns = zip(*(prompt[: len(shortest) - 1] for prompt in distinct), strict=True)
-    prefix = shortest[: sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))]
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(*distinct, strict=False))
+    prefix = shortest[: min(sum(1 for _ in alike), len(shortest) - 1)]
     return prefix if len(prefix) * (len(distinct) - 1) >= WORTH else ()
 
 
-def _batches(prompts: Iterable[Prompt], chunk: int, known: int = 0) -> Iterator[list[Prompt]]:
-    """Prompts of like length together, as many as fill `chunk` tokens, padding included; `known` tokens are not run."""
-    batch: list[Prompt] = []
-    for prompt in sorted(prompts, key=len):
-        if batch and (len(batch) + 1) * (len(prompt) - known) > chunk:
+def _batches(items: Iterable[Item], size: Callable[[Item], int], chunk: int) -> Iterator[list[Item]]:
+    """Items of like size together, as many as fill `chunk` tokens, padding included."""
+    batch: list[Item] = []
+    for item in sorted(items, key=size):
+        if batch and (len(batch) + 1) * size(item) > chunk:
             yield batch
             batch = []
-        batch.append(prompt)
+        batch.append(item)
     if batch:
         yield batch
+
+
+def _padded(prompts: Sequence[Prompt], width: int) -> mx.array:
+    """Ids [n, width], padded with zeros on the right."""
+    return mx.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
 
 
 def context_of(model: Any) -> int | None:

@@ -15,7 +15,7 @@ from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.environment import Factory, check_factory, prepare
 from mlxrl.rollout.episodes import Episodes
 from mlxrl.rollout.stop_rules import Processor
-from mlxrl.rollout.workers import Call, Workers
+from mlxrl.rollout.workers import Workers
 from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.types import Group, Task
 
@@ -44,19 +44,14 @@ def sample(
     limits: EpisodeLimits = EpisodeLimits(),
     processors: Sequence[Processor] = (),
 ) -> tuple[Group, ...]:
-    """Sample `group_size` trajectories of every task, all of them in one batch.
+    """Sample `group_size` trajectories of every task, all of them in one batch; returns a group for every task.
 
     Args:
-        key: a number or a key, [2] uint32. Trajectory r of task i draws from a key made of (key, i, r) alone, and of
-            the number of its turn.
+        key: a number or a key, [2] uint32. Each turn draws from a key made of (key, task, trajectory, turn) alone.
         max_rows: sequences that decode together.
         environment: makes the environment of a trajectory, which then is an episode of several turns; see
             `types.Environment`. Its reward is the sum over the turns, before reward functions.
-        limits: of an episode with an environment.
-        processors: mlx-lm's logits processors, called with a sequence's tokens [T] and its logits [1, V]. Log-probs
-            stay those of the model.
-    Returns:
-        a group of trajectories for every task; a task that stands twice is two groups.
+        processors: mlx-lm's logits processors, as in `Engine`. Log-probs stay those of the model.
     Raises:
         Interrupted: on Ctrl-C, with the trajectories that had ended.
         EpisodeError: the environment failed in every episode. One that fails in some ends only those.
@@ -64,8 +59,7 @@ def sample(
     _check(group_size, environment, limits)
     if environment is not None:
         prepare(environment, policy.tokenizer)
-    base = key_of(0, key) if isinstance(key, int) else key
-    keys = sequence_keys(base, len(tasks), group_size)
+    keys = sequence_keys(key_of(0, key) if isinstance(key, int) else key, len(tasks), group_size)
     episodes = Episodes(policy.tokenizer, tasks, group_size, sampling, environment, limits, keys)
     try:
         with (
@@ -77,12 +71,12 @@ def sample(
             episodes.begin(engine, workers)
             while engine.busy or workers.busy:
                 ended = engine.step()
-                answers = _answers(engine, workers)  # of earlier actions: those of this step get the time of the next
+                # answers of earlier actions: those of this step get the time of the next
+                enough = max(1, MIN_BATCH_FRACTION * engine.occupied)
+                answers = workers.finished(enough) if engine.drawing else []
                 for sequence in ended:
                     episodes.acted(sequence)
-                if not engine.busy:
-                    answers = workers.wait()
-                for answer in answers:
+                for answer in answers if engine.busy else workers.wait():
                     episodes.observed(answer)
     except KeyboardInterrupt:
         raise Interrupted(episodes.groups()) from None
@@ -90,20 +84,14 @@ def sample(
     return episodes.groups()
 
 
-def _answers(engine: Engine, workers: Workers) -> list[Call]:
-    """The answers of environments to continue with while others are drawn: once they are enough for a batch."""
-    return workers.finished(max(1, MIN_BATCH_FRACTION * engine.occupied)) if engine.drawing else []
-
-
 def _check(group_size: int, environment: Factory | None, limits: EpisodeLimits) -> None:
     if group_size < 1:
         raise UserError("sample", "group_size", f"wanted at least 1, got {group_size}")
-    if environment is None:
-        for one in fields(limits):
-            if getattr(limits, one.name) != one.default:
-                raise UserError("sample", f"{one.name} has no effect without an environment")
-        return
+    changed = [one.name for one in fields(limits) if getattr(limits, one.name) != one.default]
+    if environment is None and changed:
+        raise UserError("sample", f"{changed[0]} has no effect without an environment")
     try:
-        check_factory(environment, {})
+        if environment is not None:
+            check_factory(environment, {})
     except UserError as error:
         raise error.within("sample", "environment") from None

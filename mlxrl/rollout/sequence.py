@@ -1,4 +1,4 @@
-"""Sequences: what is requested, what has been drawn for it, why it ended, and a prompt that was prefilled."""
+"""Sequences: what is requested, what has been drawn for it, and why it ended."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any, Literal, TypeAlias
 import mlx.core as mx
 
 from mlxrl.errors import UserError
-from mlxrl.rollout.kv_layers import Layers, flat
 from mlxrl.rollout.stop_rules import StepRules
 from mlxrl.settings import Sampling
 from mlxrl.types import TokenDetails
 
 Prompt: TypeAlias = tuple[int, ...]
-Text: TypeAlias = abc.Callable[[abc.Sequence[int]], str]
 End: TypeAlias = Literal["eos", "length", "error", "cancelled"]
 
 
@@ -49,18 +47,18 @@ class Request:
 class Sequence:
     """A request under way.
 
+    limit: tokens it may draw; with none it has finished before it started. text: makes text of ids, special tokens
+    written out. keeps_slot: whether it keeps its slot when it has ended: then it is parked.
     tokens: those drawn, the stop token included; logprobs: float32, nats; forced, filtered_mass, top_ids,
     top_logprobs: see `TokenDetails`, filled where they apply. stop: why it ended, None while it is under way.
-    limit: tokens it may draw; with none it has finished before it started.
-    num_drawn: tokens drawn for it, those not read back yet included. keeps_slot: whether it keeps its slot when it has
-    ended: then it is parked. ahead: whether the caches hold its last token too, because a stop string, which the
-    compiled step does not see, ended it. text: makes text of ids, special tokens written out.
+    num_drawn: tokens drawn for it, those not read back yet included. ahead: whether the caches hold its last token
+    too, because a stop string, which the compiled step does not see, ended it.
     """
 
     request: Request
     rules: StepRules
     limit: int
-    text: Text
+    text: abc.Callable[[abc.Sequence[int]], str]
     keeps_slot: bool
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -79,7 +77,6 @@ class Sequence:
 
     @property
     def prompt(self) -> Prompt:
-        """Ids of the prompt."""
         return self.request.prompt
 
     @property
@@ -94,15 +91,22 @@ class Sequence:
 
     @property
     def details(self) -> TokenDetails:
-        """What belongs to its tokens besides their log-probs."""
         top = (tuple(self.top_ids), tuple(self.top_logprobs)) if self.request.sampling.num_top else (None, None)
         return TokenDetails(tuple(self.forced), tuple(self.filtered_mass) or None, *top)
 
-    def take(self, token: int, logprob: float) -> bool:
-        """Take the next token; returns whether it ends the sequence. One without a finite log-prob is not kept."""
+    def take(self, read: Any, row: int) -> bool:
+        """Take the next token, a row of `Drawn` as lists, unless its log-prob is not finite; whether it ended."""
+        token, logprob = read.tokens[row], read.logprobs[row]
         if not isfinite(logprob):
             self.stop, self.keeps_slot = "error", False
             return True
+        if read.forced is not None and read.forced[row]:
+            self.forced.append(len(self.tokens))
+        if read.filtered_mass is not None:
+            self.filtered_mass.append(read.filtered_mass[row])
+        if read.top_ids is not None:
+            self.top_ids.append(tuple(read.top_ids[row]))
+            self.top_logprobs.append(tuple(read.top_logprobs[row]))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.rules.stop_ids:
@@ -112,16 +116,6 @@ class Sequence:
         elif len(self.tokens) >= self.limit:
             self.stop = "length"
         return self.stop is not None
-
-    def note(self, read: Any, row: int) -> None:
-        """Keep what else was drawn with the token that is taken next; read: `Drawn` as lists."""
-        if read.forced is not None and read.forced[row]:
-            self.forced.append(len(self.tokens))
-        if read.filtered_mass is not None:
-            self.filtered_mass.append(read.filtered_mass[row])
-        if read.top_ids is not None:
-            self.top_ids.append(tuple(read.top_ids[row]))
-            self.top_logprobs.append(tuple(read.top_logprobs[row]))
 
     def _completes_stop_string(self) -> bool:
         """Whether a stop string is complete, read from as many last tokens as it can spread over."""
@@ -133,18 +127,3 @@ class Sequence:
             return False
         before = self.text(self.tokens[-reach:-1])  # one that was complete before tokens could end it does not count
         return any(tail.count(string) > before.count(string) for string in self.stop_strings)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefilledPrompt:
-    """A prompt that was run: its row of caches [n, ...], one a layer, its tokens, and the logits [1, V] after it."""
-
-    caches: list[Any]
-    row: int
-    length: int
-    logits: mx.array
-
-    def arrays(self, layers: Layers) -> list[mx.array]:
-        """Its arrays in a row, [1, ...] each."""
-        pairs = zip(flat(layers), flat(self.caches), strict=True)
-        return [array for layer, cache in pairs for array in layer.row(cache, self.row, self.length)]

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
 from mlxrl.errors import UserError
 from mlxrl.rollout.draw import Drawn, draw
 from mlxrl.settings import Sampling
-
-if TYPE_CHECKING:
-    from mlxrl.rollout.sequence import Sequence
 
 Processor: TypeAlias = abc.Callable[[mx.array, mx.array], mx.array]
 
@@ -23,8 +20,8 @@ Processor: TypeAlias = abc.Callable[[mx.array, mx.array], mx.array]
 class StepRules:
     """What a compiled step does alike for all its sequences.
 
-    sampling: how they draw; what each has of its own, as `max_tokens`, is left at its default.
-    stop_ids: ids that end a sequence; think_start, think_end: those around a block of thinking, where it has a budget.
+    sampling: how they draw, without what each has of its own, as `max_tokens`. stop_ids: ids that end a sequence.
+    think_start, think_end: ids around a block of thinking, where it has a budget.
     freeze: whether the states of sequences that are done must not change, because they may be extended.
     """
 
@@ -34,48 +31,32 @@ class StepRules:
     think_end: tuple[int, ...] = ()
     freeze: bool = False
 
-    @property
-    def thinks(self) -> bool:
-        """Whether thinking has a budget."""
-        return self.sampling.thinking_budget is not None
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether something needs the history."""
-        return self.sampling.penalized or self.thinks
-
-    def opened_by(self, prompt: abc.Sequence[int]) -> bool:
+    def opened_by(self, prompt: tuple[int, ...]) -> bool:
         """Whether a prompt ends inside a block of thinking."""
-        return bool(self.think_start) and _last(prompt, self.think_start) > _last(prompt, self.think_end)
+        for place in reversed(range(len(prompt))):
+            for ids, opens in ((self.think_end, False), (self.think_start, True)):
+                if ids and prompt[place : place + len(ids)] == ids:
+                    return opens
+        return False
 
 
 def rules_of(
     tokenizer: Any, sampling: Sampling, stop_ids: tuple[int, ...] | None = None, freeze: bool = False
 ) -> StepRules:
-    """How sequences draw and end with a tokenizer; any of its eos ids is a stop where none are given.
-
-    Raises:
-        UserError: a budget of thinking, and a tokenizer that does not know what thinking is.
-    """
+    """How sequences draw and end with a tokenizer; any of its eos ids is a stop where none are given."""
     ids = tuple(sorted(tokenizer.eos_token_ids)) if stop_ids is None else stop_ids
+    rules = StepRules(_shared(sampling), ids, freeze=freeze)
     if sampling.thinking_budget is None:
-        return StepRules(_shared(sampling), ids, freeze=freeze)
+        return rules
     if not tokenizer.has_thinking:
         why = "the tokenizer has no tokens that begin and end thinking; leave it out"
         raise UserError("sampling", "thinking_budget", why)
-    start, end = tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens)
-    return StepRules(_shared(sampling), ids, start, end, freeze)
+    return replace(rules, think_start=tuple(tokenizer.think_start_tokens), think_end=tuple(tokenizer.think_end_tokens))
 
 
 @lru_cache
 def _shared(sampling: Sampling) -> Sampling:
     return replace(sampling, max_tokens=2**31 - 1, stop_strings=(), thinking=None)
-
-
-def _last(ids: abc.Sequence[int], wanted: abc.Sequence[int]) -> int:
-    """Where `wanted` stands last, -1 where it does not."""
-    places = range(len(ids) - len(wanted), -1, -1)
-    return next((place for place in places if tuple(ids[place : place + len(wanted)]) == tuple(wanted)), -1)
 
 
 class Thinking(NamedTuple):
@@ -105,33 +86,6 @@ class State(NamedTuple):
     thinking: Thinking | None = None
 
 
-def initial(sequences: abc.Sequence[Sequence], rules: StepRules, history: int | None) -> State:
-    """The state of sequences whose prompts are in the caches; `history` is its capacity in tokens, None for none."""
-    prompts, zeros = [sequence.prompt for sequence in sequences], mx.zeros((len(sequences),), mx.int32)
-    state = State(
-        zeros,
-        lengths=mx.array([len(prompt) for prompt in prompts], mx.int32),
-        keys=mx.stack([sequence.request.key for sequence in sequences]),
-        drawn=zeros,
-        left=mx.array([sequence.limit for sequence in sequences], mx.int32),
-        done=mx.zeros((len(sequences),), mx.bool_),
-    )
-    if history is not None:
-        padded = [[*prompt, *[0] * (history - len(prompt))] for prompt in prompts]
-        state = state._replace(history=mx.array(padded, mx.int32))
-    if rules.thinks:
-        opened = mx.array([rules.opened_by(prompt) for prompt in prompts])
-        state = state._replace(thinking=Thinking(opened, zeros, zeros - 1))
-    return state
-
-
-def mapped(change: abc.Callable[..., mx.array], *states: Any) -> Any:
-    """The state whose arrays `change` makes of those of others."""
-    if states[0] is None or isinstance(states[0], mx.array):
-        return None if states[0] is None else change(*states)
-    return type(states[0])(*(mapped(change, *parts) for parts in zip(*states, strict=True)))
-
-
 def advance(
     logits: mx.array, state: State, rules: StepRules, processors: abc.Sequence[Processor] = ()
 ) -> tuple[State, Drawn]:
@@ -158,22 +112,23 @@ def _among(tokens: mx.array, ids: abc.Sequence[int]) -> mx.array:
 
 def _scores(logits: mx.array, state: State, rules: StepRules, processors: abc.Sequence[Processor]) -> mx.array | None:
     """The logits to draw from where they are not the model's own: mlx-lm's penalties, processors, then bans."""
+    bans = rules.sampling.min_tokens and rules.stop_ids
+    if not (processors or rules.sampling.penalized or bans):
+        return None
     scores = logits.astype(mx.float32)
     if processors:
         scores = _processed(scores, state, processors)
     if rules.sampling.penalized:
         scores = _penalized(scores, state, rules.sampling)
-    if rules.sampling.min_tokens and rules.stop_ids:
+    if bans:
         early = state.drawn < rules.sampling.min_tokens
         banned = _among(mx.arange(logits.shape[-1]), rules.stop_ids)
         scores = mx.where(early[:, None] & banned, -mx.inf, scores)
-    elif not processors and not rules.sampling.penalized:
-        return None
     return scores
 
 
 def _processed(scores: mx.array, state: State, processors: abc.Sequence[Processor]) -> mx.array:
-    """Call mlx-lm's processors as mlx-lm does, with one row's tokens [T] and its logits [1, V]."""
+    """What processors make of one row's logits [1, V], given its tokens [T]."""
     assert state.history is not None
     rows = [scores[row : row + 1] for row in range(len(scores))]
     lengths: Any = state.lengths.tolist()
@@ -184,11 +139,7 @@ def _processed(scores: mx.array, state: State, processors: abc.Sequence[Processo
 
 
 def _penalized(scores: mx.array, state: State, sampling: Sampling) -> mx.array:
-    """Penalties on the tokens among the last `penalty_context`, the prompt's included.
-
-    repetition (arXiv 1909.05858): a logit above 0 is divided, one below 0 multiplied; presence: subtracted once;
-    frequency: subtracted once for every time.
-    """
+    """Repetition (arXiv 1909.05858), presence and frequency penalties on the last `penalty_context` tokens."""
     ids, valid = _recent(state, sampling.penalty_context)
     if (factor := sampling.repetition_penalty) != 1:
         own = mx.take_along_axis(scores, ids, axis=-1)
@@ -205,8 +156,8 @@ def _penalized(scores: mx.array, state: State, sampling: Sampling) -> mx.array:
 def _recent(state: State, count: int) -> tuple[mx.array, mx.array]:
     """A row's last tokens [B, count], the latest first, and which of them exist; others repeat the first token."""
     assert state.history is not None
-    places = state.lengths[:, None] - 1 - mx.arange(count)
-    return mx.take_along_axis(state.history, mx.maximum(places, 0), axis=1), places >= 0
+    positions = state.lengths[:, None] - 1 - mx.arange(count)
+    return mx.take_along_axis(state.history, mx.maximum(positions, 0), axis=1), positions >= 0
 
 
 def _forced(thinking: Thinking, rules: StepRules) -> tuple[Thinking, mx.array]:

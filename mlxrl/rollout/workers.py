@@ -21,7 +21,7 @@ TICK = 0.05  # seconds between two looks at the time
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call for `owner`, with what it returned or raised once it is over; late: whether its time ran out before."""
+    """A call for `owner`, with what it returned or raised once it is over. late: whether its time ran out before."""
 
     function: Callable[[], Any]
     owner: Any = None
@@ -35,7 +35,13 @@ class Call:
         """How it failed, in one line; empty where it did not."""
         if self.late or not self.over:
             return f"{name}: no answer in {timeout:g} s"
-        return "" if self.error is None else f"{name}: {_described(self.error)}"
+        if self.error is None:
+            return ""
+        try:
+            text = str(self.error)
+        except (Exception, SystemExit):  # noqa: BLE001  (user code too)
+            text = "its message cannot be shown"
+        return one_line(f"{name}: {type(self.error).__name__}: {text}").removesuffix(":")
 
 
 class Workers:
@@ -55,7 +61,6 @@ class Workers:
         return bool(self._calls)
 
     def submit(self, function: Callable[[], Any], owner: Any = None) -> Call:
-        """Have a function called."""
         call = Call(function, owner)
         with self._changed:
             self._calls.append(call)
@@ -67,7 +72,8 @@ class Workers:
     def finished(self, enough: float = 1) -> list[Call]:
         """Calls that are over and were not handed out yet, as they were submitted; none before `enough` are over."""
         with self._changed:
-            return self._handed_out() if len(self._over()) >= enough else []
+            over = self._over()
+            return self._handed_out(over) if len(over) >= enough else []
 
     def wait(self, grace: float | None = GRACE) -> list[Call]:
         """The same once all are over, or some are and the grace is over; None waits for all."""
@@ -77,7 +83,7 @@ class Workers:
                 if over and grace is not None and time.monotonic() - since >= grace:
                     break
                 self._changed.wait(TICK)
-            return self._handed_out()
+            return self._handed_out(over)
 
     def close(self, patience: float = 0.0) -> None:
         """Wait until all calls are over, but no longer than so many seconds, and let the threads end."""
@@ -123,7 +129,7 @@ class Workers:
                 return  # another thread has its place
 
     def _over(self) -> list[Call]:
-        """Calls that are over, or waited for no longer."""
+        """Calls that are over; one that is late is, and another thread takes its place."""
         now = time.monotonic()
         for call in self._calls:
             if not call.over and call.started is not None and now - call.started >= self.timeout:
@@ -132,14 +138,6 @@ class Workers:
                 self._begin()
         return [call for call in self._calls if call.over]
 
-    def _handed_out(self) -> list[Call]:
-        over, self._calls = self._over(), [call for call in self._calls if not call.over]
+    def _handed_out(self, over: list[Call]) -> list[Call]:
+        self._calls = [call for call in self._calls if not call.over]
         return over
-
-
-def _described(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except (Exception, SystemExit):  # noqa: BLE001  (user code too)
-        text = "its message cannot be shown"
-    return one_line(f"{type(error).__name__}: {text}").removesuffix(":")
