@@ -126,9 +126,9 @@ def architectures() -> set[str]:
 
 
 if __name__ == "__main__":
-    from mlxrl.policy.policy import policy
+    from mlxrl.policy.policy import as_policy
     from mlxrl.rollout.batching_mode import check
     from models import tokenizer
 
     warnings.simplefilter("ignore")
-    print(table({name: check(policy(family(name), tokenizer(), lora=None)) for name in FAMILIES}))
+    print(table({name: check(as_policy(family(name), tokenizer(), lora=None)) for name in FAMILIES}))

@@ -58,20 +58,20 @@ def test_tokens_and_log_probs_are_those_of_a_fresh_forward(make, template):
 def test_nobodys_tokens_depend_on_the_others(make, monkeypatch):
     """Slots, refills, slow environments, and when answers are continued with."""
     p = brief_policy(make)
-    wanted = ids_of(play(p, group_size=3, max_turns=4))
-    assert len({tokens for group in wanted for one in group for _, tokens in one}) == 3 * (3 + 1 + 4)
+    wanted = ids_of(play(p, group_size=2, max_turns=4))
+    assert len({tokens for group in wanted for one in group for _, tokens in one}) == 2 * (3 + 1 + 4)
 
     class Slow(Counting):
         def step(self, reply):
-            time.sleep(0.15 if len(reply) % 3 == 0 else 0.0)
+            time.sleep(0.12 if len(reply) % 3 == 0 else 0.0)
             return super().step(reply)
 
     for rows, fraction in ((1, 0.1), (2, 2.0), (5, 0.1), (32, 0.1), (32, 2.0)):
-        assert ids_of(play(p, group_size=3, max_turns=4, max_rows=rows)) == wanted
+        assert ids_of(play(p, group_size=2, max_turns=4, max_rows=rows)) == wanted
         monkeypatch.setattr(module, "MIN_BATCH_FRACTION", fraction)
-        assert ids_of(play(p, Slow, group_size=3, max_turns=4, max_rows=rows)) == wanted
+        assert ids_of(play(p, Slow, group_size=2, max_turns=4, max_rows=rows)) == wanted
         monkeypatch.undo()
-    first = sample(p, TASKS, group_size=3, sampling=SHORT)
+    first = sample(p, TASKS, group_size=2, sampling=SHORT)
     assert [one.turns[0].tokens for one in every(first)] == [one[0][1] for group in wanted for one in group]
 
 

@@ -19,23 +19,24 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_two_steps_on_a_real_model(tmp_path):
     command = [
         *(sys.executable, "-m", "mlxrl", "train", "--config", str(ROOT / "examples/smollm2.toml")),
         *("steps=2", "optimizer.warmup_steps=0", f'run.folder="{tmp_path / "run"}"', f'model.id="{FILE}"'),
-        *("rollout.tasks_per_step=2", "sampling.max_tokens=32", "evaluation.rows=8"),
+        *("rollout.tasks_per_step=2", "sampling.max_tokens=32", "evaluation.rows=4"),
     ]
     subprocess.run(command, check=True, cwd=ROOT)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2
     assert all(line["updates/skipped"] == 0 for line in lines)
     assert max(line["grad_norm"] for line in lines) > 0
-    assert (
-        max(line["sampling/sampling_logp_difference/mean"] for line in lines) < 1e-3
-    )  # the sampler and the trainer agree
+    gap = max(line["sampling/sampling_logp_difference/mean"] for line in lines)
+    assert gap < 1e-3  # the sampler and the trainer agree
     assert 0 < max(line["reward"] for line in lines) < 1
     evaluation = json.loads((tmp_path / "run/evaluation.json").read_text())
-    assert evaluation["before"]["n"] == evaluation["after"]["n"] == 8
+    assert evaluation["before"]["n"] == evaluation["after"]["n"] == 4
 
 
 def test_it_knows_the_capital_of_france():
