@@ -41,7 +41,7 @@ def gradient(
     total: Any = None
     dropout = policy.lora is not None and policy.lora.dropout > 0
     with training(policy, recompute, dropout):
-        for shared in by_prefix(batch.micro_batches, policy.shares_prefix):
+        for shared in by_prefix(policy, batch.micro_batches):
             found, gradients = _gradient(policy, shared, loss)
             total = gradients if total is None else tree_map(mx.add, total, gradients)
             mx.eval(total, found)  # a pass's activations end here, not with the batch
@@ -91,10 +91,10 @@ def _summed(
 ) -> mx.array:
     """The sum of the losses as a function of the parameters and of the prefix's run, its gradient made with it."""
     names, parameters = trainable(policy.model)
-    carried = flattened((run.last, run.caches))
+    carried, rebuild = flattened((run.last, run.caches))
 
     def one(micro_batch: MicroBatch, *arrays: mx.array) -> tuple[mx.array, Metrics]:
-        last, caches = carried.rebuilt(arrays[len(names) :])
+        last, caches = rebuild(arrays[len(names) :])
         with bound(policy.model, names, arrays[: len(names)]):
             return loss(micro_batch, PrefixRun(last, caches))
 
@@ -109,4 +109,4 @@ def _summed(
             given = mx.depends(start, sums)  # the next begins when the gradients of this one are there
         return total, sums
 
-    return precomputed(whole)(*parameters, *carried.floating)
+    return precomputed(whole)(*parameters, *carried)
