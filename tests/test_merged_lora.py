@@ -9,8 +9,7 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from helpers import moved
-from mlxrl.policy.lora import LoRA
-from mlxrl.policy.merged_lora import MergedLinear
+from mlxrl.policy.lora import LoRA, MergedLinear
 from mlxrl.policy.modes import decoding
 from mlxrl.policy.policy import policy
 from models import dense, hybrid, moe, tokenizer

@@ -27,8 +27,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlxrl.policy.gated_delta import chunked
-from mlxrl.policy.lora import without_adapters
-from mlxrl.policy.merged_lora import merged
+from mlxrl.policy.lora import merged, without_adapters
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.recompute import memory_efficient, recomputed
 

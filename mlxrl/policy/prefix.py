@@ -49,7 +49,7 @@ def run_prefix(policy: Policy, prefix: mx.array) -> PrefixRun:
 
 
 def hidden_states(policy: Policy, batch: MicroBatch, run: PrefixRun | None = None) -> tuple[mx.array | None, mx.array]:
-    """The last hidden state of the prefix, [D] (None where P is 0), and those of the sequences but the last, [B, T-1, D].
+    """Hidden states: the last of the prefix, [D] (None where P is 0), and the sequences' but the last, [B, T-1, D].
 
     Nothing is predicted from the last. run: of the micro-batch's prefix, where it has run already.
     """
@@ -87,12 +87,11 @@ def _differentiable(cache: Any) -> Any:
     raise NotImplementedError(f"a {type(cache).__name__} cannot carry a prefix")
 
 
-def by_prefix(policy: Policy, micro_batches: Sequence[MicroBatch]) -> Iterator[list[MicroBatch]]:
+def by_prefix(micro_batches: Sequence[MicroBatch], sharing: bool = True) -> Iterator[list[MicroBatch]]:
     """Neighbours that carry the same prefix together, others alone; all alone where the model cannot share."""
 
     def prefix_of(micro_batch: MicroBatch) -> object:
-        shared = policy.shares_prefix and micro_batch.prefix_id is not None
-        return micro_batch.prefix_id if shared else object()  # equal to no other
+        return micro_batch.prefix_id if sharing and micro_batch.prefix_id is not None else object()  # equal to no other
 
     return (list(together) for _, together in groupby(micro_batches, prefix_of))
 
@@ -101,7 +100,7 @@ def with_prefix_runs(
     policy: Policy, micro_batches: Sequence[MicroBatch]
 ) -> Iterator[tuple[MicroBatch, PrefixRun | None]]:
     """Each micro-batch and the run of its prefix, for passes without gradient: neighbours that carry one share it."""
-    for together in by_prefix(policy, micro_batches):
+    for together in by_prefix(micro_batches, policy.shares_prefix):
         run = None
         if policy.shares_prefix and together[0].prefix.size:
             run = run_prefix(policy, together[0].prefix)

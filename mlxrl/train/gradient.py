@@ -41,7 +41,7 @@ def gradient(
     total: Any = None
     dropout = policy.lora is not None and policy.lora.dropout > 0
     with training(policy, recompute, dropout):
-        for shared in by_prefix(policy, batch.micro_batches):
+        for shared in by_prefix(batch.micro_batches, policy.shares_prefix):
             found, gradients = _gradient(policy, shared, loss)
             total = gradients if total is None else tree_map(mx.add, total, gradients)
             mx.eval(total, found)  # a pass's activations end here, not with the batch
