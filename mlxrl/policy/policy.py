@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl import settings
-from mlxrl.errors import UserError, one_line
+from mlxrl.errors import UserError, message_of, one_line
 from mlxrl.policy import lora as adapters
 from mlxrl.policy.head import Head, split
 from mlxrl.policy.lora import Adapted
@@ -120,7 +120,7 @@ def _load_mlx_lm(id: str, path: Path) -> tuple[Any, Any]:
     try:
         loaded = mlx_lm.load(str(path) if path.exists() else id)
     except Exception as error:  # the files may hold anything, and what reads them raises anything
-        raise ModelError("model", "id", f"{id} could not be loaded: {one_line(error, 300)}") from error
+        raise ModelError("model", "id", f"{id} could not be loaded: {one_line(message_of(error), 300)}") from error
     return loaded[0], loaded[1]
 
 
