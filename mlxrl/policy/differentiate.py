@@ -105,23 +105,20 @@ def leaves(tree: Any) -> list[tuple[str, mx.array]]:
     return cast(list[tuple[str, mx.array]], tree_flatten(tree))
 
 
-def trainable(module: nn.Module | None) -> tuple[list[str], list[mx.array]]:
-    """Names and arrays of a module's trainable parameters; none of None."""
-    found = {} if module is None else dict(leaves(module.trainable_parameters()))
+def trainable(module: nn.Module) -> tuple[list[str], list[mx.array]]:
+    """Names and arrays of a module's trainable parameters."""
+    found = dict(leaves(module.trainable_parameters()))
     return list(found), list(found.values())
 
 
 @contextmanager
 def bound(
-    module: nn.Module | None, names: Sequence[str], arrays: Sequence[mx.array], key: mx.array | None = None
+    module: nn.Module, names: Sequence[str], arrays: Sequence[mx.array], key: mx.array | None = None
 ) -> Generator[None]:
     """A block in which a module computes with other arrays as its parameters of these names.
 
     key: what its dropout layers draw from, so that a second run drops the same; None leaves them to MLX's generator.
     """
-    if module is None:
-        yield
-        return
     own, layers = module.parameters(), [] if key is None else _dropouts(module)
     keys = [] if key is None else mx.random.split(key, len(layers))
     try:
@@ -137,11 +134,9 @@ def bound(
             layer.__dict__.pop("key", None)
 
 
-def dropout_key(module: nn.Module | None) -> mx.array | None:
+def dropout_key(module: nn.Module) -> mx.array | None:
     """A key for one run of a module, None where nothing in it is random."""
-    if module is None or not _dropouts(module):
-        return None
-    return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+    return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32) if _dropouts(module) else None
 
 
 def _dropouts(module: nn.Module) -> list[Any]:

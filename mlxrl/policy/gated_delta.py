@@ -198,7 +198,12 @@ def kernel_agrees(key_heads: int, key_width: int, value_heads: int, value_width:
     """
     if mx.default_device() != mx.gpu or not mx.metal.is_available() or not hasattr(mx.fast, "gated_delta_update"):
         return False
-    probe = _probe(key_heads, key_width, value_heads, value_width)
+    shapes = [(key_heads, key_width)] * 2 + [(value_heads, value_width)] + [(value_heads,)] * 2
+    keys = mx.random.split(mx.random.key(0), 6)
+    q, k, v, g, beta = (mx.random.normal((1, 19, *s), key=key) for s, key in zip(shapes, keys, strict=False))
+    state = mx.random.normal((1, value_heads, value_width, key_width), key=keys[5])
+    q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    probe = [q, k, v, mx.sigmoid(g + 2), mx.sigmoid(beta), state]
     wanted, got = (_gradients(rule, probe) for rule in (by_chunks, by_kernel))
     graph = io.StringIO()
     mx.export_to_dot(graph, *got)
@@ -208,16 +213,6 @@ def kernel_agrees(key_heads: int, key_width: int, value_heads: int, value_width:
         return all(mx.allclose(a, b, rtol=1e-3, atol=1e-4).item() for a, b in zip(got, wanted, strict=True))
     except RuntimeError:
         return False
-
-
-def _probe(key_heads: int, key_width: int, value_heads: int, value_width: int) -> list[mx.array]:
-    """Random arguments of one sequence of 19 tokens."""
-    keys = mx.random.split(mx.random.key(0), 6)
-    shapes = [(key_heads, key_width)] * 2 + [(value_heads, value_width)] + [(value_heads,)] * 2
-    q, k, v, g, beta = (mx.random.normal((1, 19, *s), key=key) for s, key in zip(shapes, keys, strict=False))
-    state = mx.random.normal((1, value_heads, value_width, key_width), key=keys[5])
-    q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    return [q, k, v, mx.sigmoid(g + 2), mx.sigmoid(beta), state]
 
 
 def _gradients(rule: Any, arguments: list[mx.array]) -> list[mx.array]:

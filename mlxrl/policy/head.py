@@ -26,22 +26,23 @@ CHUNK = 2**25  # logits of a chunk: 128 MiB of float32
 class Head:
     """trunk(tokens [B, T], cache) -> hidden [B, T, D]; project(hidden [..., D]) -> logits [..., V].
 
-    module() is the layer whose parameters `project` uses, None where it uses none; project(hidden, layer) uses another
+    module() is the layer whose parameters `project` uses, empty where it uses none; project(hidden, layer) uses another
     in its place. All three look their modules up when they are called, so swapped adapters are seen.
     """
 
     trunk: Callable[..., mx.array]
     project: Callable[..., mx.array]
     understood: bool = True
-    module: Callable[[], nn.Module | None] = lambda: None
+    module: Callable[[], nn.Module] = nn.Module
 
 
 def split(model: nn.Module) -> Head:
     """Split an mlx-lm model; where the parts do not give its logits on a probe, the trunk keeps the head: a warning."""
+    owner = model.language_model if "language_model" in model else model
     head = Head(
-        lambda tokens, cache=None: _body(_owner(model))(tokens, cache),
-        lambda hidden, layer=None: _project(_owner(model), hidden, layer),
-        module=lambda: _module(_owner(model)),
+        lambda tokens, cache=None: _body(owner)(tokens, cache),
+        lambda hidden, layer=None: _project(owner, hidden, layer),
+        module=lambda: _module(owner),
     )
     if _agrees(model, head):
         return head
@@ -50,10 +51,6 @@ def split(model: nn.Module) -> Head:
         stacklevel=2,
     )
     return Head(lambda tokens, cache=None: model(tokens, cache=cache), lambda logits, _=None: logits, understood=False)
-
-
-def _owner(model: Any) -> Any:
-    return model.language_model if "language_model" in model else model
 
 
 def _body(owner: Any) -> Any:

@@ -115,9 +115,8 @@ def divergence_from(
     others = batch.teacher_hidden.reshape(batch.mask.size, -1)[sampled]
 
     def values(logits: mx.array, others: mx.array) -> tuple[mx.array]:
-        layer = None if adapters else teacher.head.module()
-        theirs = teacher.head.project(others, None if layer is None else base_of(layer))
-        theirs = theirs.astype(mx.float32) / batch.temperature
+        base = None if adapters else base_of(teacher.head.module())
+        theirs = teacher.head.project(others, base).astype(mx.float32) / batch.temperature
         width = min(logits.shape[-1], theirs.shape[-1])
         return (divergence(log_softmax(logits[:, :width]), log_softmax(theirs[:, :width])),)
 

@@ -95,33 +95,27 @@ def load(
 
 
 def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
+    import mlx_lm
+
     path = Path(id).expanduser()
     if id.endswith(".gguf"):
         from mlxrl.policy import gguf
 
         if not path.is_file():
             raise ModelError("model", "id", f"no file {id}")
-        model, tokenizer, _ = gguf.read(path, dtype)
-        return model, tokenizer
-    model, tokenizer = _load_mlx_lm(id, path)
-    if dtype is not None:
-        model.set_dtype(dtype)
-        mx.eval(model.parameters())
-    return model, tokenizer
-
-
-def _load_mlx_lm(id: str, path: Path) -> tuple[Any, Any]:
-    import mlx_lm
-
+        return gguf.read(path, dtype)[:2]
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError("model", "id", f"{id} has no config.json; wanted an mlx-lm model folder")
     if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
         raise ModelError("model", "id", f"no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
     try:
-        loaded = mlx_lm.load(str(path) if path.exists() else id)
+        model, tokenizer = mlx_lm.load(str(path) if path.exists() else id)[:2]
     except Exception as error:  # the files may hold anything, and what reads them raises anything
         raise ModelError("model", "id", f"{id} could not be loaded: {one_line(message_of(error), 300)}") from error
-    return loaded[0], loaded[1]
+    if dtype is not None:
+        model.set_dtype(dtype)
+        mx.eval(model.parameters())
+    return model, tokenizer
 
 
 def folder_of(id: str) -> Path | None:
