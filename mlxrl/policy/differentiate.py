@@ -58,21 +58,17 @@ def checkpointed(function: Callable[..., Sequence[mx.array]]) -> Callable[..., l
     return own_gradient(function, backward)
 
 
-def precomputed(function: Callable[..., tuple[mx.array, Sequence[mx.array]]]) -> Callable[..., mx.array]:
-    """A function of arrays to (value, gradients) as one to the value, whose backward pass is cotangent * gradient.
+def precomputed(function: Callable[..., Sequence[mx.array]]) -> Callable[..., mx.array]:
+    """A function of arrays to [value, *gradients] as one to the value, whose backward pass is cotangent * gradient.
 
     gradients: of the first arguments, as many as there are; the others are constants.
     """
-
-    def forward(*primals: mx.array) -> list[mx.array]:
-        value, gradients = function(*primals)
-        return [value, *gradients]
 
     def backward(primals: list[mx.array], cotangents: list[mx.array], results: list[mx.array]) -> list[mx.array]:
         gradients = [(cotangents[0] * gradient).astype(gradient.dtype) for gradient in results[1:]]
         return [*gradients, *(mx.zeros_like(primal) for primal in primals[len(gradients) :])]
 
-    whole = own_gradient(forward, backward)
+    whole = own_gradient(function, backward)
     return lambda *primals: whole(*primals)[0]
 
 

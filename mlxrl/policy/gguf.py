@@ -1,7 +1,7 @@
 """GGUF files of the llama architecture as stock mlx-lm models.
 
-MLX reads the tensors; it does not say of which types they are, and makes float16 of others than it can pack, of some of
-them wrongly. So the header is read here: types, names, and the metadata for configuration and tokenizer.
+MLX reads the tensors without their types, and converts those that it cannot pack to float16, some of them wrongly. So
+the header is read here: types, names, and the metadata for configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STOCK = "use an mlx-lm folder of this model"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says before its tensors; by the name of each, its shape in MLX's order and its type."""
+    """What precedes a file's tensors: metadata, and by each tensor's name its shape in MLX's order and its type."""
 
     path: Path
     metadata: dict[str, Any]
@@ -281,8 +281,7 @@ def _bpe(header: Header, bos: int | None) -> Any:
     name = header["tokenizer.ggml.pre"]
     header.check(name in SPLITS, "tokenizer.ggml.pre", f"one of {', '.join(SPLITS)}", name)
     tokens, types = header["tokenizer.ggml.tokens"], header["tokenizer.ggml.token_type"]
-    wanted = f"{len(tokens)}, one per token"
-    header.check(len(types) == len(tokens), "tokenizer.ggml.token_type", wanted, len(types))
+    header.check(len(types) == len(tokens), "tokenizer.ggml.token_type", f"{len(tokens)}, one per token", len(types))
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in header["tokenizer.ggml.merges"]]
     for merge in merges:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -32,7 +33,6 @@ class Head:
 
     trunk: Callable[..., mx.array]
     project: Callable[..., mx.array]
-    understood: bool = True
     module: Callable[[], nn.Module] = nn.Module
 
 
@@ -44,13 +44,18 @@ def split(model: nn.Module) -> Head:
         lambda hidden, layer=None: _project(owner, hidden, layer),
         module=lambda: _module(owner),
     )
-    if _agrees(model, head):
-        return head
+    probe = mx.array([[0, 1, 2]])
+    wanted = model(probe).astype(mx.float32)
+    with suppress(AttributeError, TypeError, KeyError, ValueError):
+        got = head.project(head.trunk(probe)).astype(mx.float32)
+        close = mx.abs(got - wanted) <= 1e-3 * (1 + mx.abs(wanted).max())
+        if got.shape == wanted.shape and mx.all(close).item():
+            return head
     warnings.warn(
         f"{type(model).__module__}: the output head is not understood; every pass makes the logits of all positions",
         stacklevel=2,
     )
-    return Head(lambda tokens, cache=None: model(tokens, cache=cache), lambda logits, _=None: logits, understood=False)
+    return Head(lambda tokens, cache=None: model(tokens, cache=cache), lambda logits, _=None: logits)
 
 
 def _body(owner: Any) -> Any:
@@ -80,18 +85,6 @@ def _project(owner: Any, hidden: mx.array, layer: Any = None) -> mx.array:
     return logits
 
 
-def _agrees(model: nn.Module, head: Head) -> bool:
-    probe = mx.array([[0, 1, 2]])
-    try:
-        mine = head.project(head.trunk(probe)).astype(mx.float32)
-    except (AttributeError, TypeError, KeyError, ValueError):
-        return False
-    wanted = model(probe).astype(mx.float32)
-    if mine.shape != wanted.shape:
-        return False
-    return bool(mx.all(mx.abs(mine - wanted) <= 1e-3 * (1 + mx.abs(wanted).max())).item())
-
-
 def score(
     head: Head,
     hidden: mx.array,
@@ -113,7 +106,7 @@ def score(
         hidden: [N, D]; ids: [N] or [N, K], constants.
         gradient: whether a backward pass will follow. A wrong answer costs time and nothing else.
     Returns:
-        log-probs, shaped like `ids`, and entropy [N], None unless it is asked for; float32, nats.
+        log-probs, shaped like `ids`, and entropy [N], None unless requested; float32, nats.
     """
     logits, trained, size = _logits(head, hidden, temperature)
     columns = mx.stop_gradient(ids.reshape(ids.shape[0], -1))
@@ -153,7 +146,7 @@ def _logits(head: Head, hidden: mx.array, temperature: float) -> tuple[Logits, l
 
 
 def _logprobs_and_entropy(z: mx.array, ids: mx.array, entropy: bool) -> tuple[mx.array, mx.array]:
-    """Log-probs [n, K] and entropy [n, 1] (0 unless asked for) of logits [n, V]."""
+    """Log-probs [n, K] and entropy [n, 1] (0 unless requested) of logits [n, V]."""
     normaliser = mx.logsumexp(z, axis=-1, keepdims=True)
     logprobs = mx.take_along_axis(z, ids, axis=-1) - normaliser
     if not entropy:
@@ -172,23 +165,19 @@ def _logprobs_and_softmax(z: mx.array, ids: mx.array) -> tuple[mx.array, mx.arra
 
 
 def _with_gradient(logits: Logits, size: int) -> Callable[..., mx.array]:
-    """(hidden [N, D], ids [N, 1]) -> log-probs [N, 1], and d logprobs / d hidden [N, D] made with them."""
+    """(hidden [N, D], ids [N, 1]) -> log-probs [N, 1], and d logprobs / d hidden [N, D] computed with them."""
 
     def chunk(hidden: mx.array, ids: mx.array) -> tuple[mx.array, ...]:
         z = logits(hidden)
         logprobs, p = _logprobs_and_softmax(z, ids)
-        if z.size >= CHUNK // 64:  # the logits are gone by then, and the next line writes over p
+        if z.size >= CHUNK // 64:  # the logits are freed by then, and the next line writes over p
             p = after([logprobs], p)
         missed = p.at[mx.arange(len(z)), ids[:, 0]].add(-1)
         (gradient,) = vjp(lambda hidden: [logits(hidden)], [hidden], [missed])
         (logprobs,) = mx.depends([logprobs], [gradient])  # together, or the logits would wait for the backward pass
         return logprobs, -gradient
 
-    def whole(hidden: mx.array, ids: mx.array) -> tuple[mx.array, list[mx.array]]:
-        logprobs, gradient = _by_chunks(chunk, size, hidden, ids)
-        return logprobs, [gradient]
-
-    return precomputed(whole)
+    return precomputed(partial(_by_chunks, chunk, size))
 
 
 def _recomputed(logits: Logits, size: int, values: Values) -> Callable[..., list[mx.array]]:

@@ -44,12 +44,12 @@ def logprobs(
 
     Args:
         top_ids: [B, T, K] ids that are scored besides the tokens.
-        compare: from the hidden states [N, D] that predict the N sampled tokens, row by row, to a divergence [N].
+        compare: from the hidden states [N, D] that predict the N sampled tokens to a divergence [N].
         observations: whether the tokens of the micro-batch's `observation_mask` are scored too.
         gradient: whether a backward pass will follow; a wrong answer costs time and nothing else.
         prefix: the run of the micro-batch's prefix, where it has run already.
     Returns:
-        float32 arrays [B, T], nats; top_logprobs is [B, T, K]. What was not asked for is None.
+        float32 arrays [B, T], nats; top_logprobs is [B, T, K]. What was not requested is None.
     """
     states = _states(policy, micro_batch, prefix)
     hidden, sampled, inverse = _predicting(states, micro_batch.mask)

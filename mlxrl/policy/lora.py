@@ -56,7 +56,7 @@ def adapt(model: Any, lora: LoRA, seed: int = 0) -> None:
 
 
 def resolve_keys(model: Any, keys: Sequence[str] | None) -> list[str]:
-    """The names mlx-lm adapts: those asked for, checked, or every linear layer of the blocks."""
+    """The names mlx-lm adapts: those given, checked, or every linear layer of the blocks."""
     block_names = sorted({name for block in model.layers for name in _adaptable(block)})
     if keys is None:
         return [name for name in block_names if name.rsplit(".", 1)[-1] not in ROUTERS]
@@ -145,22 +145,22 @@ def adapters_of(tree: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
 
 
 class SharedLoraInput:
-    """An input as [N, inputs] and its product with A, made for the first of the layers that read it."""
+    """An input as [N, inputs] and its product with A, computed for the first of the layers that read it."""
 
     def __init__(self) -> None:
         self.input: mx.array | None = None
-        self.made: tuple[mx.array, mx.array] | None = None
+        self.product: tuple[mx.array, mx.array] | None = None
 
     def of(self, x: mx.array, a: mx.array) -> tuple[mx.array, mx.array]:
         """x [N, inputs] and x A [N, sum of ranks]."""
-        if self.made is None or self.input is not x:
+        if self.product is None or self.input is not x:
             flat = x.reshape(-1, x.shape[-1])
-            self.input, self.made = x, (flat, flat @ a)
-        return self.made
+            self.input, self.product = x, (flat, flat @ a)
+        return self.product
 
     def clear(self) -> None:
         """Free the arrays of a forward pass."""
-        self.input = self.made = None
+        self.input = self.product = None
 
 
 class MergedLinear(nn.Module):

@@ -1,4 +1,4 @@
-"""The modes of a policy: the only places that change a model for a while.
+"""The modes of a policy: the only context managers that change a model.
 
     with scoring(policy): ...                   log-probs that a loss compares with
     with scoring(policy, adapters=False): ...   the same of the base model: a reference
@@ -11,7 +11,7 @@ numbers at the same weights, because both run what a gradient needs:
 
 1. The adapters go first, where they do: what is off the model is not changed by the rest.
 2. `train()`: mlx-lm's layers choose kernels with a gradient by it, and make router indices constants. Dropout layers
-   stay in evaluation, except in training where they are asked for.
+   stay in evaluation, except in training where `dropout` is set.
 3. Linear attention by chunks (`gated_delta.py`) and memory-efficient SwiGLU (`recompute.py`) are put where the
    layers look them up: in the modules of their classes, so they come before the next.
 4. Recomputation (`recompute.py`) swaps the class of each layer for a subclass.

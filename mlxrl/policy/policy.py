@@ -78,16 +78,16 @@ def load(
 
     Args:
         lora: the adapters; None leaves the model frozen, for a reference or a teacher.
-        dtype: of the weights; None keeps what the files hold. A `.gguf` file is dequantised to it.
+        dtype: of the weights; None keeps that of the files. A `.gguf` file is dequantised to it.
         adapter: a folder saved before, whose weights and settings are taken over.
         seed: of the adapters' initial values.
     Raises:
         UserError: the model cannot be had, or a key of `lora` matches nothing.
     """
-    asked = settings.Model(id=id, dtype=dtype)
+    checked = settings.Model(id=id, dtype=dtype)
     if adapter is not None:
         lora = adapters.read_config(adapter)
-    model, tokenizer = _read(asked.id, None if asked.dtype is None else getattr(mx, asked.dtype))
+    model, tokenizer = _read(checked.id, None if checked.dtype is None else getattr(mx, checked.dtype))
     loaded = as_policy(model, tokenizer, lora=lora, source=id, seed=seed)
     if adapter is not None:
         adapters.load_weights(model, adapter)
@@ -95,8 +95,6 @@ def load(
 
 
 def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
-    import mlx_lm
-
     path = Path(id).expanduser()
     if id.endswith(".gguf"):
         from mlxrl.policy import gguf
@@ -108,9 +106,11 @@ def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
         raise ModelError("model", "id", f"{id} has no config.json; wanted an mlx-lm model folder")
     if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
         raise ModelError("model", "id", f"no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
+    import mlx_lm
+
     try:
         model, tokenizer = mlx_lm.load(str(path) if path.exists() else id)[:2]
-    except Exception as error:  # the files may hold anything, and what reads them raises anything
+    except Exception as error:  # the files may contain anything, and what reads them raises anything
         raise ModelError("model", "id", f"{id} could not be loaded: {one_line(message_of(error), 300)}") from error
     if dtype is not None:
         model.set_dtype(dtype)
