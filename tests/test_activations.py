@@ -12,11 +12,11 @@ from mlx_lm.models import activations as theirs
 from mlx_lm.models import qwen3, switch_layers
 
 from helpers import assert_same_gradient, calls, minibatch, moved
-from mlxrl.policy import activations as ours
-from mlxrl.policy.activations import memory_efficient, swiglu, swiglu_keeping
+from mlxrl.policy import recompute as ours
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import training
 from mlxrl.policy.policy import as_policy
+from mlxrl.policy.recompute import memory_efficient, swiglu, swiglu_keeping
 from mlxrl.settings import LoRA
 from models import dense, hybrid, moe, tokenizer
 

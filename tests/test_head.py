@@ -251,7 +251,7 @@ def test_a_trained_head_and_its_embedding_get_the_whole_gradient():
 def test_caps_and_scales_of_known_heads_are_understood(make):
     model = make()
     head = split(model)
-    assert head.understood
+    assert head.module()
     ids = mx.array([[3, 1, 4, 1, 5]])
     assert mx.abs(head.project(head.trunk(ids)) - model(ids)).max().item() < 1e-5
 
@@ -267,7 +267,7 @@ def test_a_head_that_is_not_understood_says_so_and_still_scores(recwarn):
             return self.out(self.model(tokens)) ** 2
 
     head = split(Strange())
-    assert not head.understood
+    assert not head.module()
     assert "not understood" in str(recwarn.pop().message)
     logits = head.trunk(mx.array([[1, 2, 3]]))[0]
     chosen, _ = score(head, logits, mx.array([4, 5, 6]))

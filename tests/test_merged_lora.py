@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from helpers import moved
-from mlxrl.policy.merged_lora import MergedLinear
+from mlxrl.policy.lora import MergedLinear
 from mlxrl.policy.modes import decoding
 from mlxrl.policy.policy import as_policy
 from mlxrl.settings import LoRA

@@ -16,12 +16,12 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from helpers import a_policy, minibatch
 from mlxrl.policy import modes
-from mlxrl.policy.activations import swiglu
 from mlxrl.policy.gated_delta import gated_delta
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.lora import without_adapters
 from mlxrl.policy.modes import scoring, training
 from mlxrl.policy.policy import Policy
+from mlxrl.policy.recompute import swiglu
 from models import dense, hybrid, moe
 
 MODES = {

@@ -16,7 +16,7 @@ from helpers import moved
 from mlxrl import algo
 from mlxrl.errors import UserError
 from mlxrl.policy.logprobs import logprobs
-from mlxrl.policy.merged_lora import MergedLinear
+from mlxrl.policy.lora import MergedLinear
 from mlxrl.policy.policy import as_policy
 from mlxrl.rewards import score
 from mlxrl.rollout.sample import Interrupted, sample

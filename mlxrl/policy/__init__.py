@@ -1,1 +1,1 @@
-"""The model: the only place that knows adapters and the insides of mlx-lm models."""
+"""The model: the only package that depends on adapters and on the internals of mlx-lm models."""

@@ -2,9 +2,9 @@
 
 A training pass keeps less than autodiff would in three places: layers are recomputed in the backward pass
 (`recompute.py`), so are the logits of a chunk (`head.py`), and a prefix that several micro-batches share runs backward
-once for all of them (`train/units.py`). `checkpointed` keeps the arguments of a function, and runs it once more in the
-backward pass; the head does so chunk by chunk. `precomputed` makes the gradient together with the value, so that what
-both need is computed once and gone before the backward pass. Five properties of MLX decide how they are written:
+once for all of them (`train/gradient.py`). `checkpointed` keeps the arguments of a function, and runs it once more in
+the backward pass. `precomputed` makes the gradient together with the value, so that what both need is computed once and
+freed before the backward pass. Five properties of MLX decide how they are written:
 
 1. Only arguments have a gradient. Under `mx.custom_function` and `mx.checkpoint`, an array that a function closes over
    gets a gradient of zero, without an error. So whatever is trained, or depends on what is trained, is an argument:
@@ -27,13 +27,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+Rebuild: TypeAlias = Callable[[Sequence[mx.array]], Any]
 
 IN_FLIGHT = 100
 
@@ -51,29 +52,23 @@ def checkpointed(function: Callable[..., Sequence[mx.array]]) -> Callable[..., l
     """A function of arrays that returns arrays, which runs once more in the backward pass and keeps nothing for it."""
 
     def backward(primals: list[mx.array], cotangents: list[mx.array], _: Any) -> list[mx.array]:
-        later = mx.depends(primals, cotangents)
-        gradients = vjp(function, later, cotangents)
+        gradients = vjp(function, mx.depends(primals, cotangents), cotangents)
         return list(mx.depends(gradients, gradients))
 
     return own_gradient(function, backward)
 
 
-def precomputed(function: Callable[..., tuple[mx.array, Sequence[mx.array]]]) -> Callable[..., mx.array]:
-    """A function of arrays to (value, gradients) as one to the value, whose backward pass is cotangent * gradient.
+def precomputed(function: Callable[..., Sequence[mx.array]]) -> Callable[..., mx.array]:
+    """A function of arrays to [value, *gradients] as one to the value, whose backward pass is cotangent * gradient.
 
-    gradients: of the first arguments, as many as there are; the others are constants. What is differentiated inside
-    `function` is differentiated there.
+    gradients: of the first arguments, as many as there are; the others are constants.
     """
-
-    def forward(*primals: mx.array) -> list[mx.array]:
-        value, gradients = function(*primals)
-        return [value, *gradients]
 
     def backward(primals: list[mx.array], cotangents: list[mx.array], results: list[mx.array]) -> list[mx.array]:
         gradients = [(cotangents[0] * gradient).astype(gradient.dtype) for gradient in results[1:]]
         return [*gradients, *(mx.zeros_like(primal) for primal in primals[len(gradients) :])]
 
-    whole = own_gradient(forward, backward)
+    whole = own_gradient(function, backward)
     return lambda *primals: whole(*primals)[0]
 
 
@@ -106,27 +101,25 @@ def leaves(tree: Any) -> list[tuple[str, mx.array]]:
     return cast(list[tuple[str, mx.array]], tree_flatten(tree))
 
 
-def trainable(module: nn.Module | None) -> tuple[list[str], list[mx.array]]:
-    """Names and arrays of a module's trainable parameters; none of None."""
-    found = [] if module is None else leaves(module.trainable_parameters())
-    return [name for name, _ in found], [array for _, array in found]
+def trainable(module: nn.Module) -> tuple[list[str], list[mx.array]]:
+    """Names and arrays of a module's trainable parameters."""
+    found = dict(leaves(module.trainable_parameters()))
+    return list(found), list(found.values())
 
 
 @contextmanager
 def bound(
-    module: nn.Module | None, names: Sequence[str], arrays: Sequence[mx.array], key: mx.array | None = None
+    module: nn.Module, names: Sequence[str], arrays: Sequence[mx.array], key: mx.array | None = None
 ) -> Generator[None]:
-    """Let a module compute with other arrays as its parameters of these names for the span of a block.
+    """A block in which a module computes with other arrays as its parameters of these names.
 
     key: what its dropout layers draw from, so that a second run drops the same; None leaves them to MLX's generator.
     """
-    if module is None:
-        yield
-        return
     own, layers = module.parameters(), [] if key is None else _dropouts(module)
+    keys = [] if key is None else mx.random.split(key, len(layers))
     try:
         module.update(tree_unflatten(list(zip(names, arrays, strict=True))))
-        for layer, part in zip(layers, [] if key is None else mx.random.split(key, len(layers)), strict=True):
+        for layer, part in zip(layers, keys, strict=True):
             layer.__class__ = _KeyedDropout
             layer.__dict__["key"] = part
         yield
@@ -137,11 +130,9 @@ def bound(
             layer.__dict__.pop("key", None)
 
 
-def dropout_key(module: nn.Module | None) -> mx.array | None:
+def dropout_key(module: nn.Module) -> mx.array | None:
     """A key for one run of a module, None where nothing in it is random."""
-    if module is None or not _dropouts(module):
-        return None
-    return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+    return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32) if _dropouts(module) else None
 
 
 def _dropouts(module: nn.Module) -> list[Any]:
@@ -155,78 +146,93 @@ class _KeyedDropout(nn.Dropout):
         return mx.random.bernoulli(self._p_1, x.shape, key=self.__dict__["key"]) * x * (1 / self._p_1)
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """A tree of lists, tuples, dicts and KV caches, and the arrays that were in it, in order."""
+def flattened(tree: Any) -> tuple[list[mx.array], Rebuild]:
+    """The floating arrays of lists, tuples, dicts and KV caches, and what makes a new tree with others in their place.
 
-    form: Any
-    arrays: list[mx.array]
-
-    @property
-    def floating(self) -> list[mx.array]:
-        """Those that have a gradient."""
-        return [array for array in self.arrays if mx.issubdtype(array.dtype, mx.floating)]
-
-    def rebuilt(self, floating: Sequence[mx.array]) -> Any:
-        """A new tree, caches new too, with others in place of the floating arrays."""
-        others = iter(floating)
-        arrays = [next(others) if mx.issubdtype(a.dtype, mx.floating) else a for a in self.arrays]
-        return _mapped(self.form, _Slot, lambda slot: arrays[slot.index])
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    index: int
-
-
-def flattened(tree: Any) -> Flat:
-    """Take the arrays out of a tree."""
+    Caches are new too, with the contents that they had here.
+    """
     arrays: list[mx.array] = []
 
-    def take(array: mx.array) -> _Slot:
-        arrays.append(array)
-        return _Slot(len(arrays) - 1)
+    def take(array: mx.array) -> mx.array:
+        if mx.issubdtype(array.dtype, mx.floating):
+            arrays.append(array)
+        return array
 
-    return Flat(_mapped(tree, mx.array, take), arrays)
+    form = mapped(take, tree)
+
+    def rebuild(others: Sequence[mx.array]) -> Any:
+        rest = iter(others)
+        return mapped(lambda array: next(rest) if mx.issubdtype(array.dtype, mx.floating) else array, form)
+
+    return arrays, rebuild
 
 
-def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """A copy of a tree in which every leaf of a kind is changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, kind, change) for item in value)
-    if isinstance(value, dict):
-        return {name: _mapped(item, kind, change) for name, item in value.items()}
-    if is_cache(value):
+def mapped(change: Callable[[mx.array], mx.array], tree: Any) -> Any:
+    """A copy of a tree with every array changed, also those in its KV caches, which are copied."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, mx.array):
+            return change(value)
+        if not _is_cache(value):
+            return value
         clone = copy.copy(value)
-        vars(clone).update(_mapped(vars(value), kind, change))
+        vars(clone).update(mapped(change, vars(value)))
         return clone
-    return value
+
+    return tree_map(leaf, tree)
 
 
-def is_cache(value: Any) -> bool:
+def _is_cache(value: Any) -> bool:
     """Whether a value is a KV cache or another state of mlx-lm's layers."""
     from mlx_lm.models.cache import _BaseCache  # pyright: ignore
 
     return isinstance(value, _BaseCache)
 
 
-_replaced: dict[tuple[ModuleType, str], tuple[int, Any]] = {}
-"""Functions of modules that are replaced: in how many blocks, and by what they are followed when the last one ends."""
+def run_checkpointed(
+    module: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    """call(*arguments, **named) as a function of arrays alone, and what it left in caches put back into them."""
+    names, trained = trainable(module)
+    given, rebuild_given = flattened((arguments, named))
+    key = dropout_key(module)
+    first: list[Rebuild] = []
+
+    def pure(*arrays: mx.array) -> list[mx.array]:
+        own_arguments, own_named = rebuild_given(arrays[len(names) :])
+        with bound(module, names, arrays[: len(names)], key):
+            result = call(*own_arguments, **own_named)
+        found, rebuild = flattened((result, _caches((own_arguments, own_named))))
+        if not first:
+            first.append(rebuild)
+        return found
+
+    arrays = checkpointed(pure)(*trained, *given)
+    result, caches = first[0](arrays)
+    for original, changed in zip(_caches((arguments, named)), caches, strict=True):
+        vars(original).update(vars(changed))
+    return result
+
+
+def _caches(tree: Any) -> list[Any]:
+    """The caches of a tree; those inside a cache are part of it."""
+    return [value for _, value in leaves(tree) if _is_cache(value)]
+
+
+_replaced: dict[tuple[ModuleType, str], tuple[Any, list[Any]]] = {}
+"""By module and name, its own function and those of the blocks that replace it."""
 
 
 @contextmanager
 def replaced(module: ModuleType, name: str, function: Any) -> Generator[None]:
-    """Let a module's function be another for the span of a block. Blocks may overlap, and end in any order."""
-    count, own = _replaced.get((module, name), (0, getattr(module, name)))
-    _replaced[module, name] = count + 1, own
+    """A block in which a module's function is another. Blocks may overlap, and end in any order."""
+    own, blocks = _replaced.setdefault((module, name), (getattr(module, name), []))
+    blocks.append(function)
     setattr(module, name, function)
     try:
         yield
     finally:
-        count, own = _replaced.pop((module, name))
-        if count > 1:
-            _replaced[module, name] = count - 1, own
-        else:
+        blocks.pop()
+        if not blocks:
             setattr(module, name, own)
+            del _replaced[module, name]

@@ -1,4 +1,4 @@
-"""The gated delta rule of linear attention, by chunks and differentiable, in place of mlx-lm's loop over tokens.
+"""The gated delta rule of linear attention, by chunks and differentiable, instead of mlx-lm's loop over tokens.
 
 Letters: B sequences, T tokens, Hk key heads, Hv value heads (a multiple of Hk), Dk and Dv their widths; inside a chunk
 N chunks of C tokens, heads as [Hk, R] with R = Hv / Hk.
@@ -7,7 +7,7 @@ N chunks of C tokens, heads as [Hk, R] with R = Hv / Hk.
 from __future__ import annotations
 
 import io
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -57,7 +57,7 @@ def gated_delta(
 
 @contextmanager
 def chunked() -> Generator[None]:
-    """Let mlx-lm's models use `gated_delta` for the span of a block. Blocks may be nested, or end in any order."""
+    """A block in which mlx-lm's models use `gated_delta`. Blocks may be nested, or end in any order."""
     from mlx_lm.models import gated_delta as module
 
     with replaced(module, "gated_delta_ops", gated_delta):
@@ -68,17 +68,18 @@ def by_chunks(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Segment after segment, each of which is recomputed in the backward pass."""
-    segment: Any = mx.checkpoint(_segment)
+    return _in_turn(mx.checkpoint(_segment), SEGMENT, (q, k, v, g, beta), state)
+
+
+def _in_turn(rule: Any, size: int, arrays: Sequence[mx.array], state: mx.array) -> tuple[mx.array, mx.array]:
+    """A rule on `size` tokens at a time: y of all tokens, and the last state."""
     outputs: list[mx.array] = []
-    for parts in zip(*(_cut(array, SEGMENT) for array in (q, k, v, g, beta)), strict=True):
-        y, state = segment(*parts, state)
+    cuts = list(range(size, arrays[0].shape[1], size))
+    # Slices would each get a gradient as long as the whole sequence; those of a split are concatenated.
+    for parts in zip(*(mx.split(array, cuts, axis=1) for array in arrays), strict=True):
+        y, state = rule(*parts, state)
         outputs.append(y)
     return mx.concatenate(outputs, axis=1), state
-
-
-def _cut(array: mx.array, size: int) -> list[mx.array]:
-    # Slices would each get a gradient as long as the whole sequence; those of a split are concatenated.
-    return list(mx.split(array, list(range(size, array.shape[1], size)), axis=1))
 
 
 def _segment(
@@ -103,15 +104,14 @@ def _segment(
     solve = _inverse(mx.tril(keys, -1) * beta)
     weighted, read = solve @ (v * beta), solve @ (k * since * beta)
     query, write = q * since, (k * mx.exp(_following(log))).swapaxes(-1, -2)
-    memory = state.reshape(rows, key_heads, -1, *state.shape[2:]).swapaxes(-1, -2)
+    memory = state.reshape(rows, 1, key_heads, -1, *state.shape[2:]).swapaxes(-1, -2)
     outputs: list[mx.array] = []
-    for u, w, p, r, kept, decay in zip(
-        *(_chunkwise(x) for x in (weighted, read, inside, query, write, since[..., -1:, :])), strict=True
-    ):
+    by_chunk = (mx.split(x, x.shape[1], axis=1) for x in (weighted, read, inside, query, write, since[..., -1:, :]))
+    for u, w, p, r, kept, decay in zip(*by_chunk, strict=True):
         delta = u - w @ memory
         outputs.append(r @ memory + p @ delta)
         memory = decay.swapaxes(-1, -2) * memory + kept @ delta
-    y = mx.stack(outputs, axis=1).transpose(0, 1, 4, 2, 3, 5).reshape(rows, -1, value_heads, width)
+    y = mx.concatenate(outputs, axis=1).transpose(0, 1, 4, 2, 3, 5).reshape(rows, -1, value_heads, width)
     return y[:, :length].astype(dtype), memory.swapaxes(-1, -2).reshape(state.shape)
 
 
@@ -120,10 +120,6 @@ def _chunks(x: mx.array, size: int, key_heads: int) -> mx.array:
     rows, length, heads, width = x.shape
     x = mx.pad(x.astype(mx.float32), [(0, 0), (0, -length % size), (0, 0), (0, 0)])
     return x.reshape(rows, -1, size, key_heads, heads // key_heads, width).transpose(0, 1, 3, 4, 2, 5)
-
-
-def _chunkwise(x: mx.array) -> list[mx.array]:
-    return [chunk[:, 0] for chunk in mx.split(x, x.shape[1], axis=1)]
 
 
 def _following(log: mx.array) -> mx.array:
@@ -137,16 +133,17 @@ def _decayed(x: mx.array, y: mx.array, log: mx.array) -> mx.array:
     Sums run from i to t and are never differences of longer ones, so nothing above 0 is exponentiated and a
     strong decay costs no digits.
     """
-    size = x.shape[-2]
+    size, half = x.shape[-2], 1
     if log.shape[-1] == 1:
         between = mx.cumsum(log * mx.tri(size, k=-1), axis=-2)
         return mx.tril(mx.exp(between) * (x @ y.swapaxes(-1, -2)))
     blocks = ((x * y).sum(axis=-1, keepdims=True) + mx.zeros_like(log[..., :1]))[..., None]
-    for half in _halves(1, size):
+    while half < size:
         late_x, early_y = _alternate(x, half)[1], _alternate(y, half)[0]
         early, late = _alternate(log, half)
         lower = (late_x * mx.exp(mx.cumsum(late, axis=-2))) @ (early_y * mx.exp(_following(early))).swapaxes(-1, -2)
         blocks = _joined(*_alternate(blocks), lower)
+        half *= 2
     return blocks[..., 0, :, :]
 
 
@@ -156,25 +153,19 @@ def _inverse(a: mx.array) -> mx.array:
     Row by row in blocks of 8, then twice the size at a time:  [[P, 0], [L, Q]]^-1 = [[P', 0], [-Q' L P', Q']].
     """
     size = a.shape[-1]
-    base = min(size, 8)
-    corner = mx.stack([a[..., i : i + base, i : i + base] for i in range(0, size, base)], axis=-3)
-    identity = mx.eye(base)
-    solved = mx.broadcast_to(identity[:1], (*corner.shape[:-2], 1, base))
-    for row in range(1, base):
+    half = min(size, 8)
+    corner = mx.stack([a[..., i : i + half, i : i + half] for i in range(0, size, half)], axis=-3)
+    identity = mx.eye(half)
+    solved = mx.broadcast_to(identity[:1], (*corner.shape[:-2], 1, half))
+    for row in range(1, half):
         solved = mx.concatenate([solved, identity[row] - corner[..., row : row + 1, :row] @ solved], axis=-2)
-    for half in _halves(base, size):
+    while half < size:
         starts = range(0, size, 2 * half)
         lower = mx.stack([a[..., i + half : i + 2 * half, i : i + half] for i in starts], axis=-3)
         early, late = _alternate(solved)
         solved = _joined(early, late, -(late @ lower @ early))
+        half *= 2
     return solved[..., 0, :, :]
-
-
-def _halves(start: int, size: int) -> Iterator[int]:
-    """start, 2 start, ... below size."""
-    while start < size:
-        yield start
-        start *= 2
 
 
 def _alternate(x: mx.array, stretch: int | None = None) -> tuple[mx.array, mx.array]:
@@ -193,14 +184,10 @@ def _joined(early: mx.array, late: mx.array, lower: mx.array) -> mx.array:
 def by_kernel(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """MLX's own kernel, chunk after chunk, as its backward pass may keep a state for every token it was given."""
-    kernel: Any = mx.fast.gated_delta_update
-    outputs: list[mx.array] = []
-    arrays = (array.astype(mx.float32) for array in (q, k, v, g, beta))
-    for parts in zip(*(_cut(array, CHUNK) for array in arrays), strict=True):
-        y, state = kernel(*parts, state)
-        outputs.append(y)
-    return mx.concatenate(outputs, axis=1).astype(q.dtype), state
+    """MLX's own kernel, chunk after chunk, as its backward pass may keep a state for every token of its input."""
+    arrays = [array.astype(mx.float32) for array in (q, k, v, g, beta)]
+    y, state = _in_turn(mx.fast.gated_delta_update, CHUNK, arrays, state)
+    return y.astype(q.dtype), state
 
 
 @cache
@@ -211,7 +198,12 @@ def kernel_agrees(key_heads: int, key_width: int, value_heads: int, value_width:
     """
     if mx.default_device() != mx.gpu or not mx.metal.is_available() or not hasattr(mx.fast, "gated_delta_update"):
         return False
-    probe = _probe(key_heads, key_width, value_heads, value_width)
+    shapes = [(key_heads, key_width)] * 2 + [(value_heads, value_width)] + [(value_heads,)] * 2
+    keys = mx.random.split(mx.random.key(0), 6)
+    q, k, v, g, beta = (mx.random.normal((1, 19, *s), key=key) for s, key in zip(shapes, keys, strict=False))
+    state = mx.random.normal((1, value_heads, value_width, key_width), key=keys[5])
+    q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    probe = [q, k, v, mx.sigmoid(g + 2), mx.sigmoid(beta), state]
     wanted, got = (_gradients(rule, probe) for rule in (by_chunks, by_kernel))
     graph = io.StringIO()
     mx.export_to_dot(graph, *got)
@@ -221,16 +213,6 @@ def kernel_agrees(key_heads: int, key_width: int, value_heads: int, value_width:
         return all(mx.allclose(a, b, rtol=1e-3, atol=1e-4).item() for a, b in zip(got, wanted, strict=True))
     except RuntimeError:
         return False
-
-
-def _probe(key_heads: int, key_width: int, value_heads: int, value_width: int) -> list[mx.array]:
-    """Random arguments of one sequence of 19 tokens."""
-    keys = mx.random.split(mx.random.key(0), 6)
-    shapes = [(key_heads, key_width)] * 2 + [(value_heads, value_width)] + [(value_heads,)] * 2
-    q, k, v, g, beta = (mx.random.normal((1, 19, *s), key=key) for s, key in zip(shapes, keys, strict=False))
-    state = mx.random.normal((1, value_heads, value_width, key_width), key=keys[5])
-    q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    return [q, k, v, mx.sigmoid(g + 2), mx.sigmoid(beta), state]
 
 
 def _gradients(rule: Any, arguments: list[mx.array]) -> list[mx.array]:

@@ -1,7 +1,7 @@
 """GGUF files of the llama architecture as stock mlx-lm models.
 
-MLX reads the tensors; it does not say of which types they are, and makes float16 of others than it can pack, of some of
-them wrongly. So the header is read here: types and names, and what configuration and tokenizer are made of.
+MLX reads the tensors without their types, and converts those that it cannot pack to float16, some of them wrongly. So
+the header is read here: types, names, and the metadata for configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -11,28 +11,23 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.errors import UserError, one_line
+from mlxrl.errors import one_line
 from mlxrl.policy.differentiate import leaves
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlxrl.policy.policy import ModelError
 
 _TYPES = (
     "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "
     "IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"
 )
-TYPES = _TYPES.split()
-"""The tensor types by GGML's numbers."""
-
+TYPES = dict(enumerate(_TYPES.split()))  # of tensors, by GGML's numbers
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+# By GGUF's number of a metadata type its code in `struct`; 8 is a string, 9 an array.
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-"""GGUF's number of a metadata type -> its code in `struct`; 8 is a string, 9 an array."""
-
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -40,27 +35,23 @@ NAMES = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLITS = {
     "smollm": (r"\p{N}", _GPT2),
     "gpt-2": (_GPT2,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
-    "llama-bpe": (_LLAMA3,),
+    "llama-bpe": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
 }
 """tokenizer.ggml.pre -> the patterns that split a text, one after the other, as in llama.cpp."""
-
-
-class GGUFError(UserError):
-    """A GGUF file that is damaged, or of a kind that is not read here."""
+STOCK = "use an mlx-lm folder of this model"
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says before its tensors; by the name of each, its shape in MLX's order and its type."""
+    """What precedes a file's tensors: metadata, and by each tensor's name its shape in MLX's order and its type."""
 
     path: Path
     metadata: dict[str, Any]
@@ -68,100 +59,94 @@ class Header:
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.metadata:
-            raise GGUFError(str(self.path), f"metadata key {key!r} is missing; convert the model again")
+            raise ModelError(str(self.path), f"metadata key {key!r} is missing; convert the model again")
         return self.metadata[key]
 
-    def refusal(self, key: str, wanted: object, got: object, advice: str = "convert the model again") -> GGUFError:
-        return GGUFError(str(self.path), key, f"wanted {wanted}, got {got}; {advice}")
+    def check(self, met: bool, key: str, wanted: object, got: object, advice: str = "convert the model again") -> None:
+        if not met:
+            raise ModelError(str(self.path), key, f"wanted {wanted}, got {got}; {advice}")
 
 
-def read(path: Path, dtype: mx.Dtype | None = mx.float32) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """A GGUF file as an mlx-lm llama model in evaluation mode, its tokenizer and its mlx-lm configuration.
+def read(path: Path, dtype: mx.Dtype | None = mx.float32) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A GGUF file as an mlx-lm llama model in evaluation mode, its tokenizer as mlx-lm's, and its configuration.
 
     Args:
         path: a file of architecture llama with tensors of type F32, F16, Q4_0, Q4_1 or Q8_0.
         dtype: every parameter is dequantised to it. None keeps quantised tensors packed (4 or 8 bits, groups of 32),
             with scales and all else in float16, on the CPU in float32.
     Raises:
-        GGUFError: not such a file, truncated, or something in it is not supported; one line.
+        ModelError: not such a file, truncated, or something in it is not supported; one line.
     """
     found = header(path)
     config = config_of(found, packed=dtype is None)
-    model, tokenizer = _model(found, config), tokenizer_of(found)
-    arrays, weights = _load(path), dict[str, mx.array]()
+    model, tokenizer = _model(found, config), _tokenizer(found, config)
+    if not os.access(path, os.W_OK):
+        raise ModelError(str(path), "read-only; MLX maps GGUF files writable: chmod u+w or copy it")
+    try:
+        arrays: dict[str, mx.array] = mx.load(str(path), format="gguf")  # pyright: ignore
+    except RuntimeError as error:
+        raise ModelError(str(path), f"MLX cannot read it: {one_line(error)}; download or convert it again") from None
+    weights: dict[str, mx.array] = {}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, (_, kind) in found.tensors.items():
-        parts = ("weight", "scales", "biases") if kind in BITS else ("weight",)
         stem, target = name.removesuffix("weight"), _renamed(found, name).removesuffix("weight")
-        own = {part: _unpermuted(arrays[stem + part], heads.get(name.split(".")[-2])) for part in parts}
-        weights |= {target + part: array for part, array in _converted(own, kind, dtype).items()}
+        own = {part: arrays[stem + part] for part in ("weight", "scales", "biases") if stem + part in arrays}
+        converted = _weights(own, kind, dtype, heads.get(name.split(".")[-2]))
+        weights |= {target + part: array for part, array in converted.items()}
     model.load_weights(list(weights.items()))
     mx.eval(model.parameters())  # frees the file's arrays
     return model.eval(), tokenizer, config
 
 
-def save_folder(model: nn.Module, tokenizer: TokenizerWrapper, config: Mapping[str, Any], folder: Path) -> None:
+def save_folder(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], folder: Path) -> None:
     """Write what `read` returned as an mlx-lm model folder, for mlx_lm.load, generate and fuse.
 
     Raises:
-        GGUFError: the model has adapters already; its base would be stored under other names.
+        ModelError: the model has adapters already; its base would be stored under other names.
     """
     from mlx_lm.utils import save_config, save_model
 
-    names = [name for name, _ in leaves(model.parameters())]
-    if adapter := next((name for name in names if name.endswith("lora_a")), None):
-        raise GGUFError(str(folder), f"wanted a model without adapters, got {adapter}; save it before adding them")
+    if adapter := next((name for name, _ in leaves(model.parameters()) if name.endswith("lora_a")), None):
+        raise ModelError(str(folder), f"wanted a model without adapters, got {adapter}; save it before adding them")
     save_model(folder, model)
     save_config(dict(config), Path(folder) / "config.json")
     tokenizer.save_pretrained(folder)
 
 
 def header(path: Path) -> Header:
-    """A file's header; GGUFError where there is no such file, or it is damaged or has tensors that are not read."""
+    """A file's header; ModelError where there is no such file, or it is damaged or has tensors that are not read."""
     if not path.is_file():
-        raise GGUFError(str(path), "no such file; wanted a GGUF file")
+        raise ModelError(str(path), "no such file; wanted a GGUF file")
     found = Header(path, {}, {})
     with path.open("rb") as file:
-        if (magic := file.read(4)) != b"GGUF":
-            raise found.refusal("first bytes", b"GGUF", magic, "this is not a GGUF file")
+        magic = file.read(4)
+        found.check(magic == b"GGUF", "first bytes", b"GGUF", magic, "this is not a GGUF file")
         try:
-            _fill(found, file)
-        except EOFError:
-            raise GGUFError(str(path), "the file ends too early; it is incomplete, download it again") from None
-    return found
-
-
-def _fill(header: Header, file: BinaryIO) -> None:
-    version, n_tensors, n_keys = _numbers(file, "IQQ")
-    if version not in (2, 3):
-        raise header.refusal("GGUF version", "2 or 3", version)
-    for _ in range(n_keys):
-        key = _string(file)
-        header.metadata[key] = _value(header, file, *_numbers(file, "I"))
-    for _ in range(n_tensors):
-        name = _string(file)
-        shape = _numbers(file, f"{_numbers(file, 'I')[0]}Q")[::-1]
-        number, _ = _numbers(file, "IQ")
-        kind = TYPES[number] if number < len(TYPES) else f"number {number}"
+            version, n_tensors, n_keys = _numbers(file, "IQQ")
+            found.check(version in (2, 3), "GGUF version", "2 or 3", version)
+            for _ in range(n_keys):
+                key = _string(file)
+                found.metadata[key] = _value(found, file, *_numbers(file, "I"))
+            for _ in range(n_tensors):
+                name, (dimensions,) = _string(file), _numbers(file, "I")
+                *shape, number, _ = _numbers(file, f"{dimensions}QIQ")
+                found.tensors[name] = tuple(shape[::-1]), TYPES.get(number, f"number {number}")
+        except struct.error:
+            raise ModelError(str(path), "the file ends too early; it is incomplete, download it again") from None
+    for name, (_, kind) in found.tensors.items():
         if kind not in ("F32", "F16", *BITS):
             wanted = f"wanted one of F32, F16, {', '.join(BITS)}; convert the file to one of these"
-            raise GGUFError(str(header.path), name, f"tensor type {kind} is not supported; {wanted}")
-        header.tensors[name] = shape, kind
-
-
-def _bytes(file: BinaryIO, size: int) -> bytes:
-    found = file.read(size) if size < 2**31 else b""
-    if len(found) < size:
-        raise EOFError
+            raise ModelError(str(path), name, f"tensor type {kind} is not supported; {wanted}")
     return found
 
 
-def _numbers(file: BinaryIO, codes: str) -> tuple[int, ...]:
-    return struct.unpack(f"<{codes}", _bytes(file, struct.calcsize(f"<{codes}")))
+def _numbers(file: BinaryIO, codes: str) -> tuple[Any, ...]:
+    size = struct.calcsize(f"<{codes}")
+    return struct.unpack(f"<{codes}", file.read(size if size < 2**31 else 0))
 
 
 def _string(file: BinaryIO) -> str:
-    return _bytes(file, *_numbers(file, "Q")).decode("utf-8", errors="replace")
+    return _numbers(file, f"{_numbers(file, 'Q')[0]}s")[0].decode("utf-8", errors="replace")
 
 
 def _value(header: Header, file: BinaryIO, kind: int) -> Any:
@@ -171,15 +156,14 @@ def _value(header: Header, file: BinaryIO, kind: int) -> Any:
         inner, length = *_numbers(file, "I"), *_numbers(file, "Q")
         return [_value(header, file, inner) for _ in range(length)]
     if kind not in SCALARS:
-        raise GGUFError(str(header.path), f"metadata of unknown type {kind}; the file is damaged")
+        raise ModelError(str(header.path), f"metadata of unknown type {kind}; the file is damaged")
     return _numbers(file, SCALARS[kind])[0]
 
 
 def config_of(header: Header, packed: bool = False) -> dict[str, Any]:
     """The mlx-lm configuration of a file; packed: with the bits of each quantised layer, by its name."""
-    stock = "use an mlx-lm folder of this model"
-    if (got := header["general.architecture"]) != "llama":
-        raise header.refusal("general.architecture", "llama", got, stock)
+    architecture = header["general.architecture"]
+    header.check(architecture == "llama", "general.architecture", "llama", architecture, STOCK)
     width, heads = header["llama.embedding_length"], header["llama.attention.head_count"]
     head_dim = header.metadata.get("llama.attention.key_length", width // heads)
     only = {
@@ -189,8 +173,8 @@ def config_of(header: Header, packed: bool = False) -> dict[str, Any]:
         "llama.rope.scale_linear": 1.0,
     }
     for key, wanted in only.items():
-        if (got := header.metadata.get(key, wanted)) != wanted:
-            raise header.refusal(key, wanted, got, stock)
+        got = header.metadata.get(key, wanted)
+        header.check(got == wanted, key, wanted, got, STOCK)
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -209,24 +193,18 @@ def config_of(header: Header, packed: bool = False) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": _token_id(header, "bos"),
         "pad_token_id": _token_id(header, "padding"),
-        "eos_token_id": _stops(header),
+        "eos_token_id": [i for role in ("eos", "eot", "eom") if (i := _token_id(header, role)) is not None],
     }
     names = {_renamed(header, name): kind for name, (_, kind) in header.tensors.items() if kind in BITS}
     layers = {name.removesuffix(".weight"): {"group_size": 32, "bits": BITS[kind]} for name, kind in names.items()}
     return {**config, "quantization": {"group_size": 32, "bits": 4, **layers}} if packed and layers else config
 
 
-def _stops(header: Header) -> list[int]:
-    ids = (_token_id(header, name) for name in ("eos", "eot", "eom"))
-    return [index for index in ids if index is not None]
-
-
 def _token_id(header: Header, name: str) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     index = header[key] if name == "eos" else header.metadata.get(key)
     count = len(header["tokenizer.ggml.tokens"])
-    if index is not None and not 0 <= index < count:
-        raise header.refusal(key, f"an id below {count}", index)
+    header.check(index is None or 0 <= index < count, key, f"an id below {count}", index)
     return index
 
 
@@ -238,7 +216,7 @@ def _renamed(header: Header, name: str) -> str:
         case [kind, "weight"] if kind in NAMES:
             return f"{NAMES[kind]}.weight"
         case _:
-            raise header.refusal("tensors", "those of a plain llama", name, "use an mlx-lm folder of this model")
+            raise ModelError(str(header.path), "tensors", f"wanted those of a plain llama, got {name}; {STOCK}")
 
 
 def _model(header: Header, config: dict[str, Any]) -> nn.Module:
@@ -249,36 +227,22 @@ def _model(header: Header, config: dict[str, Any]) -> nn.Module:
     wanted = {name: array.shape for name, array in leaves(model.parameters())}
     shapes = {_renamed(header, name): shape for name, (shape, _) in header.tensors.items()}
     for name in [*wanted, *shapes]:
-        if wanted.get(name) != shapes.get(name):
-            raise header.refusal(name, wanted.get(name, "nothing"), shapes.get(name, "nothing"))
+        needed, got = wanted.get(name, "nothing"), shapes.get(name, "nothing")
+        header.check(needed == got, name, needed, got)
     if layers := config.get("quantization"):
         nn.quantize(model, class_predicate=lambda layer, _: layers.get(layer, False))
     return model
 
 
-def _load(path: Path) -> dict[str, mx.array]:
-    if not os.access(path, os.W_OK):
-        raise GGUFError(str(path), "read-only; MLX maps GGUF files writable: chmod u+w or copy it")
-    try:
-        return mx.load(str(path), format="gguf")  # pyright: ignore
-    except RuntimeError as error:
-        raise GGUFError(str(path), f"MLX cannot read it: {one_line(error)}; download or convert it again") from None
+def _weights(parts: dict[str, mx.array], kind: str, dtype: mx.Dtype | None, heads: int | None) -> dict[str, mx.array]:
+    """A tensor's weight, scales and biases as those of the model: one array, or three where it stays packed.
 
-
-def _unpermuted(rows: mx.array, heads: int | None) -> mx.array:
-    """Undo GGUF's order of a query or key projection, [heads * D, N] of any dtype or packing; others are left.
-
-    Within a head GGUF has rows 0, D/2, 1, D/2 + 1, ... for a rotation of neighbours; the result has 0, 1, ..., D - 1
-    for a rotation of the two halves: that of the stock model, `rope_traditional` off.
+    heads: of a query or key projection, [heads * D, N]. Within a head GGUF has rows 0, D/2, 1, D/2 + 1, ... for a
+    rotation of neighbours; the model has 0, 1, ..., D - 1 for a rotation of the two halves, `rope_traditional` off.
     """
-    if heads is None:
-        return rows
-    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, -1)
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _converted(parts: dict[str, mx.array], kind: str, dtype: mx.Dtype | None) -> dict[str, mx.array]:
-    """A tensor's weight, scales and biases as those of the model: one array, or three where it stays packed."""
+    if heads is not None:
+        order = mx.arange(len(parts["weight"])).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
+        parts = {name: rows[order] for name, rows in parts.items()}
     if kind in BITS and dtype is not None:
         # The products are exact in float32; in float16 they would be rounded twice.
         scales, biases = (parts[name].astype(mx.float32) for name in ("scales", "biases"))
@@ -289,60 +253,47 @@ def _converted(parts: dict[str, mx.array], kind: str, dtype: mx.Dtype | None) ->
     return {name: array if array.dtype == mx.uint32 else array.astype(rest) for name, array in parts.items()}
 
 
-def tokenizer_of(header: Header) -> TokenizerWrapper:
+def _tokenizer(header: Header, config: Mapping[str, Any]) -> Any:
     """A file's tokenizer, with its chat template where it has one."""
     from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
     from transformers import PreTrainedTokenizerFast
 
-    tokens, stops = header["tokenizer.ggml.tokens"], _stops(header)
-    roles = {"bos": "bos", "unk": "unknown", "pad": "padding", "eos": "eos"}
-    ids = {role: _token_id(header, name) for role, name in roles.items()}
+    tokens, stops, bos = header["tokenizer.ggml.tokens"], config["eos_token_id"], config["bos_token_id"]
+    ids = {"bos": bos, "unk": _token_id(header, "unknown"), "pad": config["pad_token_id"], "eos": stops[0]}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_bpe(header, ids["bos"]),
-        model_max_length=header["llama.context_length"],
+        tokenizer_object=_bpe(header, bos),
+        model_max_length=config["max_position_embeddings"],
         clean_up_tokenization_spaces=False,
         **{f"{role}_token": tokens[index] for role, index in ids.items() if index is not None},
     )
     tokenizer.chat_template = header.metadata.get("tokenizer.chat_template")
-    detokenizer: Any = BPEStreamingDetokenizer
-    return TokenizerWrapper(tokenizer, detokenizer, stops)
+    return TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, stops)  # pyright: ignore
 
 
 def _bpe(header: Header, bos: int | None) -> Any:
-    """The byte-level `tokenizers.Tokenizer`; of the added tokens the control ones are special."""
+    """The byte-level `tokenizers.Tokenizer`; of the added tokens those of kinds 2 and 3, control ones, are special."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
     from tokenizers import pre_tokenizers as pre
     from tokenizers.processors import TemplateProcessing
 
-    name, (vocabulary, merges) = header["tokenizer.ggml.pre"], _vocabulary(header)
+    model = header["tokenizer.ggml.model"]
+    header.check(model == "gpt2", "tokenizer.ggml.model", "gpt2", model, STOCK)
+    name = header["tokenizer.ggml.pre"]
+    header.check(name in SPLITS, "tokenizer.ggml.pre", f"one of {', '.join(SPLITS)}", name)
+    tokens, types = header["tokenizer.ggml.tokens"], header["tokenizer.ggml.token_type"]
+    header.check(len(types) == len(tokens), "tokenizer.ggml.token_type", f"{len(tokens)}, one per token", len(types))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in header["tokenizer.ggml.merges"]]
+    for merge in merges:
+        header.check({*merge, "".join(merge)} <= vocabulary.keys(), "tokenizer.ggml.merges", "pairs of tokens", merge)
     llama3 = name == "llama-bpe"
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=llama3))
     splits = [pre.Split(Regex(pattern), "isolated") for pattern in SPLITS[name]]
     bpe.pre_tokenizer = pre.Sequence([*splits, pre.ByteLevel(False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
-    for token, kind in zip(header["tokenizer.ggml.tokens"], header["tokenizer.ggml.token_type"], strict=True):
-        if kind in (2, 3):
-            bpe.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == 4:
-            bpe.add_tokens([AddedToken(token, special=False, normalized=False)])
+    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (2, 3, 4)]
+    bpe.add_tokens([AddedToken(token, special=kind != 4, normalized=False) for token, kind in added])
     if header.metadata.get("tokenizer.ggml.add_bos_token", llama3) and bos is not None:
-        first = header["tokenizer.ggml.tokens"][bos]
+        first = tokens[bos]
         bpe.post_processor = TemplateProcessing(single=f"{first}:0 $A:0", special_tokens=[(first, bos)])
     return bpe
-
-
-def _vocabulary(header: Header) -> tuple[dict[str, int], list[Any]]:
-    """Tokens and merges, checked."""
-    if (kind := header["tokenizer.ggml.model"]) != "gpt2":
-        raise header.refusal("tokenizer.ggml.model", "gpt2", kind, "use an mlx-lm folder of this model")
-    if (name := header["tokenizer.ggml.pre"]) not in SPLITS:
-        raise header.refusal("tokenizer.ggml.pre", f"one of {', '.join(SPLITS)}", name)
-    tokens, types = header["tokenizer.ggml.tokens"], header["tokenizer.ggml.token_type"]
-    if len(types) != len(tokens):
-        raise header.refusal("tokenizer.ggml.token_type", f"{len(tokens)}, one per token", len(types))
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in header["tokenizer.ggml.merges"]]
-    for merge in merges:
-        if not {*merge, "".join(merge)} <= vocabulary.keys():
-            raise header.refusal("tokenizer.ggml.merges", "pairs of tokens", merge)
-    return vocabulary, merges

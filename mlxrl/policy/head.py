@@ -1,4 +1,4 @@
-"""A model in two parts: the trunk that makes hidden states, and the head that makes logits of them, by chunks.
+"""A model in two parts: the trunk computes hidden states, the head their logits, by chunks.
 
 Letters: N positions, D width of a hidden state, V vocabulary, K ids of a position, n positions of a chunk.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,44 +20,42 @@ from mlxrl.policy.differentiate import after, bound, dropout_key, own_gradient, 
 Values: TypeAlias = Callable[[mx.array, mx.array], tuple[mx.array, ...]]
 Logits: TypeAlias = Callable[..., mx.array]
 
-CHUNK = 2**25  # logits made at a time: 128 MiB of float32
+CHUNK = 2**25  # logits of a chunk: 128 MiB of float32
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     """trunk(tokens [B, T], cache) -> hidden [B, T, D]; project(hidden [..., D]) -> logits [..., V].
 
-    module() is the layer whose parameters `project` uses, None where it uses none; project(hidden, layer) uses another
+    module() is the layer whose parameters `project` uses, empty where it uses none; project(hidden, layer) uses another
     in its place. All three look their modules up when they are called, so swapped adapters are seen.
     """
 
     trunk: Callable[..., mx.array]
     project: Callable[..., mx.array]
-    understood: bool = True
-    module: Callable[[], nn.Module | None] = lambda: None
+    module: Callable[[], nn.Module] = nn.Module
 
 
 def split(model: nn.Module) -> Head:
-    """Split an mlx-lm model; one whose head is not understood keeps it in the trunk, and says so once.
-
-    The split is believed only where it gives the model's own logits on a probe.
-    """
+    """Split an mlx-lm model; where the parts do not give its logits on a probe, the trunk keeps the head: a warning."""
+    owner = model.language_model if "language_model" in model else model
     head = Head(
-        lambda tokens, cache=None: _body(_owner(model))(tokens, cache),
-        lambda hidden, layer=None: _project(_owner(model), hidden, layer),
-        module=lambda: _module(_owner(model)),
+        lambda tokens, cache=None: _body(owner)(tokens, cache),
+        lambda hidden, layer=None: _project(owner, hidden, layer),
+        module=lambda: _module(owner),
     )
-    if _agrees(model, head):
-        return head
+    probe = mx.array([[0, 1, 2]])
+    wanted = model(probe).astype(mx.float32)
+    with suppress(AttributeError, TypeError, KeyError, ValueError):
+        got = head.project(head.trunk(probe)).astype(mx.float32)
+        close = mx.abs(got - wanted) <= 1e-3 * (1 + mx.abs(wanted).max())
+        if got.shape == wanted.shape and mx.all(close).item():
+            return head
     warnings.warn(
         f"{type(model).__module__}: the output head is not understood; every pass makes the logits of all positions",
         stacklevel=2,
     )
-    return Head(lambda tokens, cache=None: model(tokens, cache=cache), lambda logits: logits, understood=False)
-
-
-def _owner(model: Any) -> Any:
-    return model.language_model if "language_model" in model else model
+    return Head(lambda tokens, cache=None: model(tokens, cache=cache), lambda logits, _=None: logits)
 
 
 def _body(owner: Any) -> Any:
@@ -71,7 +70,7 @@ def _module(owner: Any) -> nn.Module:
 
 
 def _project(owner: Any, hidden: mx.array, layer: Any = None) -> mx.array:
-    """Logits, with the scales and caps by the names that mlx-lm's models give them."""
+    """Logits, with the scales and caps of mlx-lm's models, by their names there."""
     layer, tied = _module(owner) if layer is None else layer, "lm_head" not in owner
     logits = layer.as_linear(hidden) if tied else layer(hidden)
     arguments = getattr(owner, "args", None) or _body(owner).args
@@ -86,18 +85,6 @@ def _project(owner: Any, hidden: mx.array, layer: Any = None) -> mx.array:
     return logits
 
 
-def _agrees(model: nn.Module, head: Head) -> bool:
-    probe = mx.array([[0, 1, 2]])
-    try:
-        mine = head.project(head.trunk(probe)).astype(mx.float32)
-    except (AttributeError, TypeError, KeyError, ValueError):
-        return False
-    wanted = model(probe).astype(mx.float32)
-    if mine.shape != wanted.shape:
-        return False
-    return bool(mx.all(mx.abs(mine - wanted) <= 1e-3 * (1 + mx.abs(wanted).max())).item())
-
-
 def score(
     head: Head,
     hidden: mx.array,
@@ -107,19 +94,19 @@ def score(
     entropy: bool = False,
     gradient: bool = True,
 ) -> tuple[mx.array, mx.array | None]:
-    """Log-probs of ids, and entropy, of which no more than a chunk's logits exist at any time.
+    """Log-probs of ids, and entropy; no more than a chunk's logits exist at any time.
 
     logprobs[i, k] = z[i, ids[i, k]] - logsumexp_v z[i],   z = project(hidden) / temperature, in float32
     entropy[i] = logsumexp_v z[i] - sum_v softmax(z[i])_v z[i, v]
 
     The backward pass recomputes the logits of a chunk, except for one id a position under a head that is not trained:
-    d logprob / d hidden = project^T (e_id - softmax z) is then made with the logits, once.
+    d logprob / d hidden = project^T (e_id - softmax z) is then computed with the logits, once.
 
     Args:
         hidden: [N, D]; ids: [N] or [N, K], constants.
         gradient: whether a backward pass will follow. A wrong answer costs time and nothing else.
     Returns:
-        log-probs, shaped like `ids`, and entropy [N], None unless it is asked for; float32, nats.
+        log-probs, shaped like `ids`, and entropy [N], None unless requested; float32, nats.
     """
     logits, trained, size = _logits(head, hidden, temperature)
     columns = mx.stop_gradient(ids.reshape(ids.shape[0], -1))
@@ -127,14 +114,16 @@ def score(
         values = partial(_logprobs_and_entropy, entropy=entropy)
         logprobs, spread = _recomputed(logits, size, values)(hidden, columns, *trained)
         return logprobs.reshape(ids.shape), spread[:, 0] if entropy else None
-    chosen = _with_gradient(logits, size) if gradient else _without_gradient(logits, size)
-    return chosen(hidden, columns).reshape(ids.shape), None
+    if gradient:
+        return _with_gradient(logits, size)(hidden, columns).reshape(ids.shape), None
+    (logprobs,) = _by_chunks(lambda part, ids: _logprobs_and_softmax(logits(part), ids)[:1], size, hidden, columns)
+    return logprobs.reshape(ids.shape), None
 
 
 def compare(
     head: Head, hidden: mx.array, others: mx.array, values: Values, temperature: float = 1.0
 ) -> tuple[mx.array, ...]:
-    """What `values(logits [n, V], others [n, ...])` makes of every chunk, arrays of n rows each, as arrays of N.
+    """values(logits [n, V], others [n, ...]) of every chunk, arrays [n, ...] each, as arrays [N, ...].
 
     The gradient flows through the logits, which the backward pass recomputes. hidden: [N, D]; others: [N, ...].
     Chunks are an eighth of the usual: a comparison makes several arrays of the size of the logits.
@@ -157,7 +146,7 @@ def _logits(head: Head, hidden: mx.array, temperature: float) -> tuple[Logits, l
 
 
 def _logprobs_and_entropy(z: mx.array, ids: mx.array, entropy: bool) -> tuple[mx.array, mx.array]:
-    """Log-probs [n, K] and entropy [n, 1] (0 unless asked for) of logits [n, V]."""
+    """Log-probs [n, K] and entropy [n, 1] (0 unless requested) of logits [n, V]."""
     normaliser = mx.logsumexp(z, axis=-1, keepdims=True)
     logprobs = mx.take_along_axis(z, ids, axis=-1) - normaliser
     if not entropy:
@@ -175,33 +164,20 @@ def _logprobs_and_softmax(z: mx.array, ids: mx.array) -> tuple[mx.array, mx.arra
     return mx.take_along_axis(z, ids, axis=-1) - normaliser, p
 
 
-def _without_gradient(logits: Logits, size: int) -> Callable[..., mx.array]:
-    """(hidden [N, D], ids [N, 1]) -> log-probs [N, 1]."""
-
-    def chunk(hidden: mx.array, ids: mx.array) -> tuple[mx.array, ...]:
-        return (_logprobs_and_softmax(logits(hidden), ids)[0],)
-
-    return lambda hidden, ids: _by_chunks(chunk, size, hidden, ids)[0]
-
-
 def _with_gradient(logits: Logits, size: int) -> Callable[..., mx.array]:
-    """(hidden [N, D], ids [N, 1]) -> log-probs [N, 1], and d logprobs / d hidden [N, D] made with them."""
+    """(hidden [N, D], ids [N, 1]) -> log-probs [N, 1], and d logprobs / d hidden [N, D] computed with them."""
 
     def chunk(hidden: mx.array, ids: mx.array) -> tuple[mx.array, ...]:
         z = logits(hidden)
         logprobs, p = _logprobs_and_softmax(z, ids)
-        if z.size >= CHUNK // 64:  # the logits are gone by then, and the next line writes over p
+        if z.size >= CHUNK // 64:  # the logits are freed by then, and the next line writes over p
             p = after([logprobs], p)
         missed = p.at[mx.arange(len(z)), ids[:, 0]].add(-1)
         (gradient,) = vjp(lambda hidden: [logits(hidden)], [hidden], [missed])
         (logprobs,) = mx.depends([logprobs], [gradient])  # together, or the logits would wait for the backward pass
         return logprobs, -gradient
 
-    def whole(hidden: mx.array, ids: mx.array) -> tuple[mx.array, list[mx.array]]:
-        logprobs, gradient = _by_chunks(chunk, size, hidden, ids)
-        return logprobs, [gradient]
-
-    return precomputed(whole)
+    return precomputed(partial(_by_chunks, chunk, size))
 
 
 def _recomputed(logits: Logits, size: int, values: Values) -> Callable[..., list[mx.array]]:
@@ -215,11 +191,11 @@ def _recomputed(logits: Logits, size: int, values: Values) -> Callable[..., list
         gradients, totals = list[mx.array](), [mx.zeros_like(leaf) for leaf in leaves]
         for part, other, *given in _chunks(size, hidden, others, *cotangents):
 
-            def again(part: mx.array, *leaves: mx.array, other: mx.array = other) -> tuple[mx.array, ...]:
+            def chunk(part: mx.array, *leaves: mx.array, other: mx.array = other) -> tuple[mx.array, ...]:
                 return values(logits(part, *leaves), other)
 
-            begin = after([gradients[-1], *totals], part) if gradients else part
-            gradient, *more = vjp(again, [begin, *leaves], given)
+            part = after([gradients[-1], *totals], part) if gradients else part
+            gradient, *more = vjp(chunk, [part, *leaves], given)
             gradients.append(gradient)
             totals = [total + extra for total, extra in zip(totals, more, strict=True)]
         return [mx.concatenate(gradients), mx.zeros_like(others), *totals]
@@ -228,7 +204,7 @@ def _recomputed(logits: Logits, size: int, values: Values) -> Callable[..., list
 
 
 def _by_chunks(chunk: Callable[..., tuple[mx.array, ...]], size: int, *arrays: mx.array) -> list[mx.array]:
-    """The results of chunks, put together; none is begun before the one before it is there."""
+    """The results of chunks, concatenated; each chunk begins after the results of the one before."""
     results: list[tuple[mx.array, ...]] = []
     for first, *others in _chunks(size, *arrays):
         results.append(chunk(after(results[-1], first) if results else first, *others))

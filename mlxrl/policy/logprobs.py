@@ -1,8 +1,8 @@
 """Log-probs of tokens under a policy, with gradient. The one place where predictions are shifted.
 
-Besides, what distillation asks of a teacher and of a student: top-k log-probs, hidden states, and the divergence of two
-models over the whole vocabulary. No more than a chunk's logits exist at any time. Letters: B sequences, T tokens,
-N sampled tokens, D width of a hidden state, V vocabulary, K ids of a token, n tokens of a chunk.
+Also what distillation needs: top-k log-probs, hidden states, and divergences over the whole vocabulary. No more than a
+chunk's logits exist at any time. Letters: B sequences, T tokens, N sampled tokens, D width of a hidden state,
+V vocabulary, K ids of a token, n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -40,22 +40,19 @@ def logprobs(
 
     token_logprobs[b, t] = log softmax(logits / temperature)[tokens[b, t]]   where mask[b, t] = 1, else 0
 
-    Logits are made of the hidden states that predict a sampled token, and of no others, and by chunks; all that is
-    asked for comes from one pass of the model.
+    Logits are computed by chunks, and only at the positions that predict a sampled token, in one pass of the model.
 
     Args:
         top_ids: [B, T, K] ids that are scored besides the tokens.
-        compare: from the hidden states [N, D] that predict the N sampled tokens, row by row, to a divergence [N].
+        compare: from the hidden states [N, D] that predict the N sampled tokens to a divergence [N].
         observations: whether the tokens of the micro-batch's `observation_mask` are scored too.
         gradient: whether a backward pass will follow; a wrong answer costs time and nothing else.
         prefix: the run of the micro-batch's prefix, where it has run already.
     Returns:
-        float32 arrays [B, T], nats; top_logprobs is [B, T, K]. What was not asked for is None.
+        float32 arrays [B, T], nats; top_logprobs is [B, T, K]. What was not requested is None.
     """
     states = _states(policy, micro_batch, prefix)
-    index, inverse = _positions(np.array(micro_batch.mask) > 0)
-    hidden = states[index]
-    sampled = mx.array(np.flatnonzero(np.array(micro_batch.mask)))
+    hidden, sampled, inverse = _predicting(states, micro_batch.mask)
     ids = micro_batch.tokens[..., None]
     if top_ids is not None:
         ids = mx.concatenate([ids, top_ids], axis=-1)
@@ -75,18 +72,16 @@ def logprobs(
 def _of_observations(policy: Policy, batch: MicroBatch, states: mx.array, gradient: bool) -> mx.array:
     """[B, T] log-probs of the tokens that an environment wrote, 0 elsewhere."""
     assert batch.observation_mask is not None
-    written = np.array(batch.observation_mask) > 0
-    index, inverse = _positions(written)
-    if not written.any():
+    hidden, written, inverse = _predicting(states, batch.observation_mask)
+    if written.size == 0:
         return mx.zeros(inverse.shape)
-    ids = batch.tokens.reshape(-1, 1)[mx.array(np.flatnonzero(written))]
-    found, _ = score(policy.head, states[index], ids, temperature=batch.temperature, gradient=gradient)
-    return scattered(found[:, 0], inverse)
+    ids = batch.tokens.reshape(-1)[written]
+    return scattered(score(policy.head, hidden, ids, temperature=batch.temperature, gradient=gradient)[0], inverse)
 
 
 def top_k(policy: Policy, batch: MicroBatch, k: int, prefix: PrefixRun | None = None) -> tuple[mx.array, mx.array]:
     """Ids [B, T, K] and log-probs [B, T, K] of the K most likely tokens at every sampled one, in no order."""
-    hidden, inverse = _predicting(policy, batch, prefix)
+    hidden, _, inverse = _predicting(_states(policy, batch, prefix), batch.mask)
 
     def best(logits: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
         count = min(k, logits.shape[-1])
@@ -100,7 +95,8 @@ def top_k(policy: Policy, batch: MicroBatch, k: int, prefix: PrefixRun | None = 
 
 def hidden_at(policy: Policy, batch: MicroBatch, prefix: PrefixRun | None = None) -> Annotated[mx.array, "B T D"]:
     """[B, T, D] the hidden states that predict the sampled tokens, 0 elsewhere."""
-    return scattered(*_predicting(policy, batch, prefix))
+    hidden, _, inverse = _predicting(_states(policy, batch, prefix), batch.mask)
+    return scattered(hidden, inverse)
 
 
 def divergence_from(
@@ -119,28 +115,17 @@ def divergence_from(
     others = batch.teacher_hidden.reshape(batch.mask.size, -1)[sampled]
 
     def values(logits: mx.array, others: mx.array) -> tuple[mx.array]:
-        theirs = _project(teacher, others, adapters).astype(mx.float32) / batch.temperature
+        base = None if adapters else base_of(teacher.head.module())
+        theirs = teacher.head.project(others, base).astype(mx.float32) / batch.temperature
         width = min(logits.shape[-1], theirs.shape[-1])
         return (divergence(log_softmax(logits[:, :width]), log_softmax(theirs[:, :width])),)
 
     return lambda hidden: compare_chunks(student.head, hidden, others, values, batch.temperature)[0]
 
 
-def _project(policy: Policy, hidden: mx.array, adapters: bool) -> mx.array:
-    layer = None if adapters else policy.head.module()
-    base = None if layer is None else base_of(layer)
-    return policy.head.project(hidden) if base is None else policy.head.project(hidden, base)
-
-
 def log_softmax(logits: mx.array) -> mx.array:
     """[..., V] logits less their logsumexp."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def _predicting(policy: Policy, batch: MicroBatch, prefix: PrefixRun | None) -> tuple[mx.array, mx.array]:
-    """Hidden states [N, D] that predict the N sampled tokens, row by row, and [B, T] the number of each among them."""
-    index, inverse = _positions(np.array(batch.mask) > 0)
-    return _states(policy, batch, prefix)[index], inverse
 
 
 def _states(policy: Policy, batch: MicroBatch, prefix: PrefixRun | None) -> mx.array:
@@ -150,19 +135,18 @@ def _states(policy: Policy, batch: MicroBatch, prefix: PrefixRun | None) -> mx.a
     return mx.concatenate([first, rows.reshape(-1, rows.shape[-1])])
 
 
-def _positions(mask: np.ndarray) -> tuple[mx.array, mx.array]:
-    """Where the N sampled tokens' predictions lie, and where they go.
+def _predicting(states: mx.array, mask: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """The hidden states [N, D] that predict the N tokens of a mask [B, T]: those of the tokens before.
 
-    index [N]: row of [last of the prefix; sequences flattened], that of the token before: the shift.
-    inverse [B, T]: entry of the N, N itself where nothing was sampled.
+    Also [N] these tokens' positions in the flattened mask, and [B, T] the inverse: the entry of the N, N elsewhere.
     """
-    row, column = np.nonzero(mask)
+    row, column = np.nonzero(np.array(mask))
     index = np.where(column == 0, 0, 1 + row * (mask.shape[1] - 1) + column - 1)
     inverse = np.full(mask.shape, len(row))
     inverse[row, column] = np.arange(len(row))
-    return mx.array(index), mx.array(inverse)
+    return states[mx.array(index)], mx.array(row * mask.shape[1] + column), mx.array(inverse)
 
 
 def scattered(values: mx.array, inverse: mx.array) -> mx.array:
-    """Values [N, ...] of the sampled tokens at their positions, [B, T, ...], 0 elsewhere."""
+    """Values [N, ...] of the N tokens at their positions, [B, T, ...], 0 elsewhere."""
     return mx.concatenate([values, mx.zeros((1, *values.shape[1:]), values.dtype)])[inverse]

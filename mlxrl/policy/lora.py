@@ -1,4 +1,4 @@
-"""LoRA adapters: put on a model, taken off for the reference, saved and loaded in mlx-lm's folder format."""
+"""LoRA adapters: put on a model, taken off for the reference, merged for decoding, saved and loaded as mlx-lm does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdapterError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A line of the table of what was adapted: a key, its layer's class and shape, in how many places."""
+    """What was adapted under one key: the layers' class and shape, how many they are, the adapters' parameters."""
 
     key: str
     layer: str
@@ -36,7 +36,7 @@ class Adapted:
     parameters: int
 
 
-def adapt(model: nn.Module, lora: LoRA, seed: int = 0) -> None:
+def adapt(model: Any, lora: LoRA, seed: int = 0) -> None:
     """Freeze a model and put adapters on it; afterwards only their leaves are trainable.
 
     Raises:
@@ -47,19 +47,17 @@ def adapt(model: nn.Module, lora: LoRA, seed: int = 0) -> None:
     keys = resolve_keys(model, lora.keys)
     model.freeze()
     config = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys}
-    linear_to_lora_layers(model, len(layers_of(model)), config)
+    linear_to_lora_layers(model, len(model.layers), config)
     _initialise(model, seed)
-    assert_only_adapters(model)
+    names = [name for name, _ in leaves(model.trainable_parameters())]
+    assert names, "no adapter is trainable"
+    strangers = [name for name in names if name.rsplit(".", 1)[-1] not in LEAVES]
+    assert not strangers, f"trainable parameters outside the adapters: {strangers[:3]}"
 
 
-def layers_of(model: Any) -> Sequence[nn.Module]:
-    """The model's blocks."""
-    return model.layers
-
-
-def resolve_keys(model: nn.Module, keys: Sequence[str] | None) -> list[str]:
-    """The names mlx-lm adapts: those asked for, checked, or every linear layer of the blocks."""
-    block_names = sorted({name for block in layers_of(model) for name in _adaptable(block)})
+def resolve_keys(model: Any, keys: Sequence[str] | None) -> list[str]:
+    """The names mlx-lm adapts: those given, checked, or every linear layer of the blocks."""
+    block_names = sorted({name for block in model.layers for name in _adaptable(block)})
     if keys is None:
         return [name for name in block_names if name.rsplit(".", 1)[-1] not in ROUTERS]
     known = [*block_names, *(name for name in _adaptable(model) if ".layers." not in f".{name}")]
@@ -88,16 +86,8 @@ def _initialise(model: nn.Module, seed: int) -> None:
     mx.eval(model.trainable_parameters())
 
 
-def assert_only_adapters(model: nn.Module) -> None:
-    """Check that something is trainable, and nothing but adapters."""
-    names = [name for name, _ in leaves(model.trainable_parameters())]
-    assert names, "no adapter is trainable"
-    strangers = [name for name in names if name.rsplit(".", 1)[-1] not in LEAVES]
-    assert not strangers, f"trainable parameters outside the adapters: {strangers[:3]}"
-
-
 def adapted(model: nn.Module) -> list[Adapted]:
-    """The table of what was adapted, a line for every key and shape."""
+    """What was adapted, an entry for every key and shape."""
     lines: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for name, module in model.named_modules():
         if (base := base_of(module)) is None:
@@ -117,41 +107,118 @@ def base_of(module: nn.Module) -> Any | None:
 
 @contextmanager
 def without_adapters(model: Any) -> Generator[None]:
-    """Take every adapter off a model or policy for the span of a block: inside it, it is the base, bit for bit.
+    """A block in which a model or policy is without its adapters: the base, bit for bit.
 
     All of mlx-lm's adapters are covered: LoRALinear, LoRASwitchLinear, LoRAEmbedding and DoRA. The layers are
     swapped, not scaled by zero, because a scale would be baked into a compiled trace. For scoring without adapters
     there is `modes.scoring`.
     """
-    model = model if isinstance(model, nn.Module) else model.model
-    found = list(_adapters(model))
+    layers: list[tuple[Any, Any, Any]] = []
+    for container, adapters in adapters_of(model if isinstance(model, nn.Module) else model.model):
+        layers += ((container, key, base_of(adapter)) for key, adapter in adapters.items())
+    with swapped(layers):
+        yield
+
+
+@contextmanager
+def swapped(layers: Sequence[tuple[Any, Any, Any]]) -> Generator[None]:
+    """A block in which layers are in place of others, each given as (container, key, layer)."""
+    own = [container[key] for container, key, _ in layers]
     try:
-        for container, key, adapter in found:
-            container[key] = base_of(adapter)
+        for container, key, layer in layers:
+            container[key] = layer
         yield
     finally:
-        for container, key, adapter in found:
-            container[key] = adapter
+        for (container, key, _), layer in zip(layers, own, strict=True):
+            container[key] = layer
 
 
-def _adapters(tree: Any) -> Iterator[tuple[Any, Any, nn.Module]]:
-    """(container, key, adapter) of every adapter below a module, a list or a dict."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in list(items):
-        if isinstance(value, nn.Module) and base_of(value) is not None:
-            yield tree, key, value
-        elif isinstance(value, (dict, list)):
-            yield from _adapters(value)
+def adapters_of(tree: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
+    """Every module, list and dict of a tree that has adapters in it, and these by their keys."""
+    items = dict(tree.items() if isinstance(tree, dict) else enumerate(tree))
+    found = {key: value for key, value in items.items() if isinstance(value, nn.Module) and "lora_a" in value}
+    if found:
+        yield tree, found
+    for key, value in items.items():
+        if key not in found and isinstance(value, (dict, list)):
+            yield from adapters_of(value)
 
 
-def save(model: nn.Module, lora: LoRA, folder: str | Path, source: str) -> None:
+class SharedLoraInput:
+    """An input as [N, inputs] and its product with A, computed for the first of the layers that read it."""
+
+    def __init__(self) -> None:
+        self.input: mx.array | None = None
+        self.product: tuple[mx.array, mx.array] | None = None
+
+    def of(self, x: mx.array, a: mx.array) -> tuple[mx.array, mx.array]:
+        """x [N, inputs] and x A [N, sum of ranks]."""
+        if self.product is None or self.input is not x:
+            flat = x.reshape(-1, x.shape[-1])
+            self.input, self.product = x, (flat, flat @ a)
+        return self.product
+
+    def clear(self) -> None:
+        """Free the arrays of a forward pass."""
+        self.input = self.product = None
+
+
+class MergedLinear(nn.Module):
+    """y = W x + B A x in fewer steps than mlx-lm's LoRALinear, which multiplies by A, by B, by the scale, and adds.
+
+    The scale is in B, the sum in the product. A [inputs, sum of ranks] is shared by the layers that read one input;
+    this layer's columns begin at `start`. All positions lie in one axis: a batch axis would make the last product
+    one of many small ones.
+    """
+
+    def __init__(self, linear: nn.Module, a: mx.array, b: mx.array, start: int, shared: SharedLoraInput) -> None:
+        super().__init__()
+        self.linear, self.a, self.b = linear, a, b
+        self._start, self._shared = start, shared
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., outputs]."""
+        flat, z = self._shared.of(x, self.a)
+        y, z = self.linear(flat), z[:, self._start : self._start + self.b.shape[0]]
+        y = mx.addmm(y, z, self.b) if y.dtype == z.dtype else y + (z @ self.b).astype(y.dtype)
+        return y.reshape(*x.shape[:-1], -1)
+
+
+@contextmanager
+def merged(model: nn.Module) -> Generator[list[SharedLoraInput]]:
+    """A block in which a model's LoRA layers are merged ones; yields what must be cleared after each forward."""
+    from mlx_lm.tuner.lora import LoRALinear
+
+    inputs: list[SharedLoraInput] = []
+    layers: list[tuple[Any, Any, MergedLinear]] = []
+    for container, adapters in adapters_of(model):
+        readers: dict[Any, dict[Any, LoRALinear]] = {}  # of one width and dtype, which may read the same input
+        for key, layer in adapters.items():
+            if type(layer) is LoRALinear:
+                readers.setdefault((layer.lora_a.shape[0], layer.lora_a.dtype), {})[key] = layer
+        for alike in readers.values():
+            inputs.append(SharedLoraInput())
+            layers += ((container, key, layer) for key, layer in _merge(alike, inputs[-1]))
+    with swapped(layers):
+        mx.eval(model.parameters())
+        yield inputs
+
+
+def _merge(layers: dict[Any, Any], shared: SharedLoraInput) -> Iterator[tuple[Any, MergedLinear]]:
+    a, start = mx.concatenate([layer.lora_a for layer in layers.values()], axis=1), 0
+    for key, layer in layers.items():
+        yield key, MergedLinear(layer.linear, a, layer.scale * layer.lora_b, start, shared)
+        start += layer.lora_a.shape[1]
+
+
+def save(model: Any, lora: LoRA, folder: str | Path, source: str) -> None:
     """Write `adapters.safetensors` and `adapter_config.json` as mlx-lm reads them, each in one piece."""
     folder = Path(folder)
     keys = sorted({line.key for line in adapted(model)})
     config = {
         "fine_tune_type": "lora",
         "model": source,
-        "num_layers": len(layers_of(model)),
+        "num_layers": len(model.layers),
         "lora_parameters": {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys},
     }
     write_json(folder / "adapter_config.json", config)

@@ -1,4 +1,4 @@
-"""The modes of a policy: the only places that change a model for a while.
+"""The modes of a policy: the only context managers that change a model.
 
     with scoring(policy): ...                   log-probs that a loss compares with
     with scoring(policy, adapters=False): ...   the same of the base model: a reference
@@ -11,8 +11,8 @@ numbers at the same weights, because both run what a gradient needs:
 
 1. The adapters go first, where they do: what is off the model is not changed by the rest.
 2. `train()`: mlx-lm's layers choose kernels with a gradient by it, and make router indices constants. Dropout layers
-   stay in evaluation, except in training where they are asked for.
-3. Linear attention by chunks (`gated_delta.py`) and memory-efficient SwiGLU (`activations.py`) are put where the
+   stay in evaluation, except in training where `dropout` is set.
+3. Linear attention by chunks (`gated_delta.py`) and memory-efficient SwiGLU (`recompute.py`) are put where the
    layers look them up: in the modules of their classes, so they come before the next.
 4. Recomputation (`recompute.py`) swaps the class of each layer for a subclass.
 """
@@ -26,12 +26,10 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlxrl.policy.activations import memory_efficient
 from mlxrl.policy.gated_delta import chunked
-from mlxrl.policy.lora import without_adapters
-from mlxrl.policy.merged_lora import merged
+from mlxrl.policy.lora import merged, without_adapters
 from mlxrl.policy.policy import Policy
-from mlxrl.policy.recompute import recomputed
+from mlxrl.policy.recompute import memory_efficient, recomputed
 
 
 @contextmanager

@@ -78,16 +78,16 @@ def load(
 
     Args:
         lora: the adapters; None leaves the model frozen, for a reference or a teacher.
-        dtype: of the weights; None keeps what the files hold. A `.gguf` file is dequantised to it.
+        dtype: of the weights; None keeps that of the files. A `.gguf` file is dequantised to it.
         adapter: a folder saved before, whose weights and settings are taken over.
         seed: of the adapters' initial values.
     Raises:
         UserError: the model cannot be had, or a key of `lora` matches nothing.
     """
-    asked = settings.Model(id=id, dtype=dtype)
+    checked = settings.Model(id=id, dtype=dtype)
     if adapter is not None:
         lora = adapters.read_config(adapter)
-    model, tokenizer = _read(asked.id, None if asked.dtype is None else getattr(mx, asked.dtype))
+    model, tokenizer = _read(checked.id, None if checked.dtype is None else getattr(mx, checked.dtype))
     loaded = as_policy(model, tokenizer, lora=lora, source=id, seed=seed)
     if adapter is not None:
         adapters.load_weights(model, adapter)
@@ -101,27 +101,21 @@ def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
 
         if not path.is_file():
             raise ModelError("model", "id", f"no file {id}")
-        model, tokenizer, _ = gguf.read(path, dtype)
-        return model, tokenizer
-    model, tokenizer = _load_mlx_lm(id, path)
-    if dtype is not None:
-        model.set_dtype(dtype)
-        mx.eval(model.parameters())
-    return model, tokenizer
-
-
-def _load_mlx_lm(id: str, path: Path) -> tuple[Any, Any]:
-    import mlx_lm
-
+        return gguf.read(path, dtype)[:2]
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError("model", "id", f"{id} has no config.json; wanted an mlx-lm model folder")
     if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
         raise ModelError("model", "id", f"no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
+    import mlx_lm
+
     try:
-        loaded = mlx_lm.load(str(path) if path.exists() else id)
-    except Exception as error:  # the files may hold anything, and what reads them raises anything
+        model, tokenizer = mlx_lm.load(str(path) if path.exists() else id)[:2]
+    except Exception as error:  # the files may contain anything, and what reads them raises anything
         raise ModelError("model", "id", f"{id} could not be loaded: {one_line(message_of(error), 300)}") from error
-    return loaded[0], loaded[1]
+    if dtype is not None:
+        model.set_dtype(dtype)
+        mx.eval(model.parameters())
+    return model, tokenizer
 
 
 def folder_of(id: str) -> Path | None:

@@ -1,20 +1,21 @@
-"""Differentiable KV caches that carry a shared prompt.
+"""Shared prefixes: a prompt runs once at batch 1, in KV caches that keep their graph.
 
-The prompt runs once at batch 1, in caches that keep their graph; the sequences of a micro-batch run against those
-caches, broadcast to B, and their gradient reaches the prompt through the broadcast. Attention keeps its fused backward
-only without an array mask, so sequences are padded on the right, where causality hides the padding.
+The sequences of a micro-batch run against those caches, broadcast to B, and their gradient reaches the prompt through
+the broadcast. Attention keeps its fused backward only without an array mask, so sequences are padded on the right,
+where causality hides the padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.policy.differentiate import flattened
+from mlxrl.policy.differentiate import mapped
 
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
@@ -25,16 +26,11 @@ if TYPE_CHECKING:
 class PrefixRun:
     """A prefix that was run: last [D], the hidden state of its last token, and its caches, one a layer.
 
-    It holds for the weights, and the adapters on or off, that it was made with.
+    It is valid for the weights, and the adapters on or off, that it was made with.
     """
 
     last: mx.array
     caches: list[Any]
-
-    def evaluated(self) -> PrefixRun:
-        """Itself, computed: where no gradient follows, its activations end here and not with those that use it."""
-        mx.eval(self.last, flattened(self.caches).arrays)
-        return self
 
 
 def shares_prefix(model: nn.Module) -> bool:
@@ -53,12 +49,9 @@ def run_prefix(policy: Policy, prefix: mx.array) -> PrefixRun:
 
 
 def hidden_states(policy: Policy, batch: MicroBatch, run: PrefixRun | None = None) -> tuple[mx.array | None, mx.array]:
-    """Hidden states of the prefix's last token, [D] (None where P is 0), and of the sequences but their last token.
+    """Hidden states: the last of the prefix, [D] (None where P is 0), and the sequences' but the last, [B, T-1, D].
 
-    Nothing is predicted from the last column: they are [B, T-1, D].
-
-    Args:
-        run: of the micro-batch's prefix, where it has run already.
+    Nothing is predicted from the last. run: of the micro-batch's prefix, where it has run already.
     """
     prefix, trunk = batch.prefix, policy.head.trunk
     rows, read = batch.tokens.shape[0], batch.tokens[:, :-1]
@@ -71,7 +64,7 @@ def hidden_states(policy: Policy, batch: MicroBatch, run: PrefixRun | None = Non
         run = run_prefix(policy, prefix)
     if read.shape[1] == 0:
         return run.last, mx.zeros((rows, 0, run.last.shape[-1]), run.last.dtype)
-    return run.last, trunk(read, [_fork(cache, rows) for cache in run.caches])
+    return run.last, trunk(read, mapped(lambda array: mx.broadcast_to(array, (rows, *array.shape[1:])), run.caches))
 
 
 def _caches(model: nn.Module) -> list[Any]:
@@ -94,36 +87,13 @@ def _differentiable(cache: Any) -> Any:
     raise NotImplementedError(f"a {type(cache).__name__} cannot carry a prefix")
 
 
-def _fork(cache: Any, rows: int) -> Any:
-    """The cache of one sequence as that of `rows` sequences, in arrays of its own."""
-    from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache
-
-    def tile(array: mx.array | None) -> mx.array | None:
-        return None if array is None else mx.broadcast_to(array, (rows, *array.shape[1:]))
-
-    if isinstance(cache, CacheList):
-        return CacheList(*(_fork(part, rows) for part in cache.caches))
-    if isinstance(cache, ArraysCache):
-        forked = ArraysCache(len(cache.cache))
-        forked.cache = [tile(array) for array in cache.cache]
-        return forked
-    forked = ConcatenateKVCache()
-    if cache.keys is not None:
-        forked.state = tile(cache.keys), tile(cache.values)
-    return forked
-
-
 def by_prefix(micro_batches: Sequence[MicroBatch], sharing: bool = True) -> Iterator[list[MicroBatch]]:
     """Neighbours that carry the same prefix together, others alone; all alone where the model cannot share."""
-    together: list[MicroBatch] = []
-    for micro_batch in micro_batches:
-        same = sharing and micro_batch.prefix_id is not None
-        if together and not (same and micro_batch.prefix_id == together[-1].prefix_id):
-            yield together
-            together = []
-        together.append(micro_batch)
-    if together:
-        yield together
+
+    def prefix_of(micro_batch: MicroBatch) -> object:
+        return micro_batch.prefix_id if sharing and micro_batch.prefix_id is not None else object()  # equal to no other
+
+    return (list(together) for _, together in groupby(micro_batches, prefix_of))
 
 
 def with_prefix_runs(
@@ -131,7 +101,9 @@ def with_prefix_runs(
 ) -> Iterator[tuple[MicroBatch, PrefixRun | None]]:
     """Each micro-batch and the run of its prefix, for passes without gradient: neighbours that carry one share it."""
     for together in by_prefix(micro_batches, policy.shares_prefix):
-        shared = policy.shares_prefix and together[0].prefix.size
-        run = run_prefix(policy, together[0].prefix).evaluated() if shared else None
+        run = None
+        if policy.shares_prefix and together[0].prefix.size:
+            run = run_prefix(policy, together[0].prefix)
+            mx.eval(run.last, [cache.state for cache in run.caches])  # its activations end here
         for micro_batch in together:
             yield micro_batch, run

@@ -91,14 +91,14 @@ def _summed(
 ) -> mx.array:
     """The sum of the losses as a function of the parameters and of the prefix's run, its gradient made with it."""
     names, parameters = trainable(policy.model)
-    carried = flattened((run.last, run.caches))
+    carried, rebuild = flattened((run.last, run.caches))
 
     def one(micro_batch: MicroBatch, *arrays: mx.array) -> tuple[mx.array, Metrics]:
-        last, caches = carried.rebuilt(arrays[len(names) :])
+        last, caches = rebuild(arrays[len(names) :])
         with bound(policy.model, names, arrays[: len(names)]):
             return loss(micro_batch, PrefixRun(last, caches))
 
-    def whole(*arrays: mx.array) -> tuple[mx.array, list[mx.array]]:
+    def whole(*arrays: mx.array) -> list[mx.array]:
         start = [mx.stop_gradient(array) for array in arrays]
         total, sums, given = mx.zeros(()), [mx.zeros_like(array) for array in arrays], start
         for micro_batch in micro_batches:
@@ -107,6 +107,6 @@ def _summed(
             found.append(metrics)
             total, sums = total + value, [a + b for a, b in zip(sums, gradients, strict=True)]
             given = mx.depends(start, sums)  # the next begins when the gradients of this one are there
-        return total, sums
+        return [total, *sums]
 
-    return precomputed(whole)(*parameters, *carried.floating)
+    return precomputed(whole)(*parameters, *carried)
