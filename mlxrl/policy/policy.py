@@ -103,14 +103,19 @@ def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
             raise ModelError("model", "id", f"no file {id}")
         model, tokenizer, _ = gguf.read(path, dtype)
         return model, tokenizer
-    model, tokenizer = _load_mlx_lm(id, path)
+    model, tokenizer, _ = load_mlx_lm(id, path)
     if dtype is not None:
         model.set_dtype(dtype)
         mx.eval(model.parameters())
     return model, tokenizer
 
 
-def _load_mlx_lm(id: str, path: Path) -> tuple[Any, Any]:
+def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict[str, Any]]:
+    """A model, its tokenizer and its config; lazy: without the weights in memory.
+
+    Raises:
+        ModelError: there is none, or its files cannot be read.
+    """
     import mlx_lm
 
     if path.is_dir() and not (path / "config.json").is_file():
@@ -118,10 +123,10 @@ def _load_mlx_lm(id: str, path: Path) -> tuple[Any, Any]:
     if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
         raise ModelError("model", "id", f"no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
     try:
-        loaded = mlx_lm.load(str(path) if path.exists() else id)
+        loaded: Any = mlx_lm.load(str(path) if path.exists() else id, lazy=lazy, return_config=True)
     except Exception as error:  # the files may hold anything, and what reads them raises anything
         raise ModelError("model", "id", f"{id} could not be loaded: {one_line(error, 300)}") from error
-    return loaded[0], loaded[1]
+    return loaded
 
 
 def folder_of(id: str) -> Path | None:

@@ -1,0 +1,270 @@
+"""What a run needs in memory, measured on a few layers of its model.
+
+A model is built with its first layers and a part of its vocabulary, in its types and bits. Rollouts, passes and
+optimizer steps are run on it at small sizes, and the peaks that MLX reports are extrapolated: in the layers of each
+kind, in the sequences of a pass, and in the tokens of a sequence where these are many. No number here is fitted to a
+model or a machine. What is exact is counted: weights, adapters, optimizer state.
+
+The head makes at most `head.CHUNK` logits at a time, however large a pass is. So the vocabulary of a measured pass, of
+fewer sequences, is as small as makes its logits the share of it that they are of the whole one; then all of it grows
+alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+
+from mlxrl.algo.algorithm import num_top
+from mlxrl.errors import one_line
+from mlxrl.policy.differentiate import leaves
+from mlxrl.policy.head import CHUNK
+from mlxrl.policy.lora import LoRA, adapt
+from mlxrl.policy.modes import decoding
+from mlxrl.policy.policy import Policy, as_policy
+from mlxrl.policy.skeleton import NotMeasured, Skeleton
+from mlxrl.rollout.draw import key_of
+from mlxrl.rollout.engine import Engine
+from mlxrl.rollout.kv_cache import capacity_for
+from mlxrl.rollout.prefill import context_of
+from mlxrl.rollout.sequence import Request
+from mlxrl.settings import Sampling
+from mlxrl.train.batch import SHARE_FROM
+from mlxrl.train.gradient import gradient
+from mlxrl.train.teacher import Teacher
+from mlxrl.train.update import complete, optimizer_step
+from mlxrl.types import Algorithm, Batch, MicroBatch, Totals
+
+PREFILL = 2048
+"""Prompt tokens in one forward of a rollout."""
+Optimizer: TypeAlias = Callable[[], optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step does. Tokens are those of the longest sequence.
+
+    tasks, group: prompts, and sequences of each; rows: that decode together. prompt: its tokens; tokens: those after
+    it, of which `sampled` are the model's; trained: those that an update reads; answer: those of an environment's
+    answer. budget: tokens of a pass at most; recompute: as in `gradient`.
+    """
+
+    tasks: int
+    group: int
+    rows: int
+    prompt: int
+    tokens: int
+    sampled: int
+    trained: int
+    answer: int
+    budget: int
+    recompute: bool
+
+    def widest(self) -> tuple[int, int, int]:
+        """How `make_batch` lays sequences of one length out: tokens of the shared prefix, sequences and tokens of a
+        pass."""
+        prefix = self.prompt if self.prompt * (self.group - 1) >= SHARE_FROM else 0
+        width = self.trained + self.prompt - prefix
+        sequences = self.group if prefix else self.group * self.tasks
+        return prefix, min(sequences, max(1, (self.budget - prefix) // width)), width
+
+
+class Sketch:
+    """A model of which the first layers are measured for all; what is exact of it is counted.
+
+    weights, adapters, state: bytes, the last of the optimizer; context: tokens of a sequence, None where unknown.
+    """
+
+    def __init__(self, whole: Skeleton, lora: LoRA | None = None, optimizer: Optimizer | None = None) -> None:
+        self.whole, self.lora, self.context = whole, lora, context_of(whole.model)
+        self.weights, self.adapters, self.state = _size(whole.model.parameters()), 0, 0
+        if lora is not None and optimizer is not None:
+            adapt(whole.model, lora)
+            trained, rule = whole.model.trainable_parameters(), optimizer()
+            rule.init(trained)
+            self.adapters, self.state = _size(trained), _size(rule.state)
+
+    def measured(self, vocabulary: int, phase: Callable[[Policy], Sequence[float]]) -> list[float]:
+        """What a phase measures of policies with some layers, extrapolated to all."""
+        total = np.zeros(())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a run gives them
+            for layers, weight in self.whole.counts:
+                try:
+                    model = self.whole.first_layers(layers, vocabulary)
+                    total = total + weight * np.array(phase(as_policy(model, self.whole.tokenizer, lora=self.lora)))
+                except Exception as error:  # a model's own code
+                    raise NotMeasured(self.whole.id, f"{type(error).__name__}: {one_line(error, 200)}") from error
+        return total.tolist()
+
+
+def _size(tree: Any) -> int:
+    return sum(array.nbytes for _, array in leaves(tree))
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """Bytes that a piece of work needs beside what is in memory before it."""
+    before = _settled()
+    work()
+    return max(mx.get_peak_memory() - before, 0)
+
+
+def _settled() -> int:
+    """Bytes in memory, once all that is not used is let go."""
+    mx.synchronize()
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    return mx.get_active_memory()
+
+
+def extrapolated(
+    value: Callable[[int, float], Any], count: int, item: int, prefix: int = 0, *, curved: bool = False
+) -> np.ndarray:
+    """What `value(n, share)` measures of n items after a prefix, at a share of their lengths, for `count` whole ones.
+
+    It is linear in their number; of those that are long together few are measured, but with more tokens than the prefix
+    has. In the lengths it is linear, or where `curved` a square through 0, as attention's scores are on platforms that
+    make them.
+    """
+    most = 512 if mx.default_device() == mx.Device(mx.cpu) else 2048  # tokens that are measured in good time
+    shares = (1.0,) if prefix + item <= most else (most / (prefix + item) / 2, most / (prefix + item))
+    found: list[np.ndarray] = []
+    for share in shares:
+        many = max(2, int(most / (item * share)), 2 * -(-prefix // item))
+        numbers = (count,) if count <= many else (many // 2, many)
+        *low, high = (np.array(value(number, share)) for number in numbers)
+        found.append(high + sum((high - one) * (count - many) / (many - many // 2) for one in low))
+    if len(shares) == 1:
+        return found[0]
+    low, high = (one / share if curved else one for one, share in zip(found, shares, strict=True))
+    slope = (high - low) / (shares[1] - shares[0])
+    return high + (1 - shares[1]) * (np.maximum(slope, 0) if curved else slope)
+
+
+def passes(sketch: Sketch, work: Work, algorithm: Algorithm, optimizer: Optimizer | None = None) -> dict[str, float]:
+    """Bytes of a step's passes, and of its optimizer step, by name; of passes without a gradient, without optimizer."""
+    prefix, rows, width = work.widest()
+    sampled = min(work.sampled, work.trained)
+    number = 1 if rows >= work.group or not prefix else 2  # of passes; more are no more in memory
+    several = work.tasks > 1 if prefix else rows < work.group * work.tasks
+    vocabulary = max(16, min(sketch.whole.vocabulary, CHUNK // (rows * sampled)))
+
+    def batch(rows: int, share: float) -> Batch:
+        own = (int(-(-tokens * share // 1)) for tokens in (prefix, width, sampled))
+        return random_batch(rows, *own, vocabulary=vocabulary, algorithm=algorithm, number=number)
+
+    def phase(student: Policy) -> list[float]:
+        teacher = Teacher(student, base=True) if "teacher" in algorithm.needs else None
+
+        def scored(rows: int, share: float) -> int:
+            own = batch(rows, share)
+            return peak_of(lambda: complete(student, own, algorithm, frozenset({"old"})))
+
+        def learned(rows: int, share: float) -> int:
+            own = complete(student, batch(rows, share), algorithm, algorithm.needs - {"old"}, teacher)
+            return peak_of(lambda: gradient(student, own, algorithm, teacher, recompute=work.recompute))
+
+        if optimizer is None:
+            return [float(extrapolated(scored, rows, width, prefix, curved=True)), 0.0]
+        rule, least = optimizer(), random_batch(1, 0, 2, 1, vocabulary=vocabulary, algorithm=algorithm)
+        steps = [peak_of(lambda: optimizer_step(student, rule, least, algorithm, teacher, 1.0, False)) for _ in "12"]
+        return [float(extrapolated(learned, rows, width, prefix, curved=True)), steps[1]]
+
+    found, step = sketch.measured(vocabulary, phase)
+    return {"passes": found + several * sketch.adapters, "optimizer step": step}  # and the gradient of others
+
+
+def random_batch(
+    rows: int, prefix: int, tokens: int, sampled: int, *, vocabulary: int, algorithm: Algorithm, number: int = 1
+) -> Batch:
+    """So many equal passes of sequences of random ids that share a prefix; the model sampled the last ids."""
+    draw, mask = np.random.default_rng(0), np.zeros((rows, tokens), np.float32)
+    mask[:, tokens - sampled :] = 1
+
+    def ids(*shape: int) -> mx.array:
+        return mx.array(draw.integers(0, vocabulary, size=shape), mx.int32)
+
+    one = MicroBatch(
+        prefix=ids(prefix), tokens=ids(rows, tokens), mask=mx.array(mask), advantages=mx.array(mask),
+        sampler_logprobs=mx.zeros(mask.shape), trajectories=tuple(range(rows)), prefix_id=0 if prefix else None,
+        top_ids=ids(rows, tokens, kept) if (kept := num_top(algorithm)) else None,
+        observation_mask=mx.array(1 - mask) if "observations" in algorithm.needs else None,
+    )  # fmt: skip
+    return Batch((one,) * number, Totals(mask.size, rows, 1, sampled, 0, mask.size), (), {}, {})
+
+
+def rollout(sketch: Sketch, work: Work, sampling: Sampling) -> dict[str, float]:
+    """Bytes of a rollout by name: while first prompts are run, while sequences decode, while they read answers, and
+    while later prompts are run."""
+    full, together = capacity_for(work.prompt + work.tokens + 1), max(1, PREFILL // work.prompt)
+    first, later = -(-work.rows // work.group), max(0, work.tasks - work.rows // work.group)
+
+    def prompts(count: int, length: float, seed: int = 0) -> list[tuple[int, ...]]:
+        draw = np.random.default_rng(seed).integers(0, sketch.whole.vocabulary, size=(count, max(1, round(length))))
+        return [tuple(ids) for ids in draw.tolist()] * -(-work.rows // max(count, 1))
+
+    def begun(policy: Policy, count: int, share: float) -> int:
+        """The first step of so many prompts a forward, and of several forwards where a rollout has them."""
+        asked = prompts(count * (1 + (first > together)), work.prompt * share)[: work.rows]
+        chunk = count * len(asked[0])
+        return _peaks(policy, work.rows, chunk, replace(sampling, max_tokens=1), asked)[0]
+
+    def others(policy: Policy, _: int, share: float) -> list[int]:
+        """The steps in which the caches grow for the last time and after it, by what is run in them."""
+        capacity, answer = capacity_for(round(full * share)), -(-work.answer * share // 1)
+        before = max((length for length in range(capacity) if capacity_for(length) < capacity), default=0)
+        start = max(1, min(before - 4, capacity - 12 - 2 * int(answer)))
+        draws = replace(sampling, max_tokens=min(5, work.tokens))
+        asked, new = prompts(1, start), prompts(min(later, together), min(work.prompt, capacity - 6) * share, 1)
+        chunk = max(64, round(PREFILL * share))
+        return _peaks(policy, work.rows, chunk, draws, asked, int(answer), new[: work.rows] if later else ())[1:]
+
+    def phase(policy: Policy) -> list[float]:
+        start = extrapolated(lambda n, share: begun(policy, n, share), min(first, together), work.prompt, curved=True)
+        rest = extrapolated(lambda n, share: others(policy, n, share), 1, full)
+        return [float(start), *rest.tolist()]
+
+    found = sketch.measured(sketch.whole.vocabulary, phase)
+    return dict(zip(("first prompts", "decoding", "answers", "later prompts"), found, strict=True))
+
+
+def _peaks(
+    policy: Policy, rows: int, chunk: int, sampling: Sampling, prompts: Sequence[tuple[int, ...]], answer: int = 0,
+    later: Sequence[tuple[int, ...]] = (),
+) -> list[int]:  # fmt: skip
+    """The peaks of an engine's first step, in which sequences get their caches, of those in which they decode, of those
+    in which they read an answer of so many tokens and go on, and of those of later prompts."""
+    sampling, before = replace(sampling, min_tokens=0, stop_strings=()), _settled()
+
+    def request(number: int, prompt: tuple[int, ...]) -> Request:
+        return Request(prompt, key_of(0, number), sampling, stop_ids=(), keep=answer > 0)
+
+    def steps(engine: Engine, most: int | None = None) -> int:
+        peaks = [0]
+        for _ in islice(iter(lambda: engine.busy, False), most):
+            engine.step()
+            peaks.append(mx.get_peak_memory() - before)
+            mx.reset_peak_memory()
+        mx.synchronize()
+        return max(*peaks, mx.get_peak_memory() - before)
+
+    with decoding(policy) as merged, Engine(merged, max_rows=rows, prefill_chunk=chunk) as engine:
+        sequences = [engine.submit(request(number, prompt)) for number, prompt in enumerate(prompts)]
+        found = [steps(engine, 2), steps(engine)]
+        some = sequences[: max(1, chunk // answer)] if answer else []
+        sequences += [engine.extend(sequence, [1] * answer) for sequence in some]
+        found.append(steps(engine))
+        for sequence in sequences:
+            engine.cancel(sequence)
+        for number, prompt in enumerate(later):
+            engine.submit(request(number, prompt))
+        return [*found, steps(engine)]
