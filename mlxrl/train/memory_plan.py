@@ -13,10 +13,10 @@ alike.
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -31,10 +31,11 @@ from mlxrl.policy.lora import LoRA, adapt
 from mlxrl.policy.modes import decoding
 from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.policy.skeleton import NotMeasured, Skeleton
+from mlxrl.rollout.batching_mode import SLOTTED, mode_of
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
-from mlxrl.rollout.kv_cache import capacity_for
-from mlxrl.rollout.prefill import context_of
+from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache, capacity_for
+from mlxrl.rollout.prefill import context_of, prefill
 from mlxrl.rollout.sequence import Request
 from mlxrl.settings import Sampling
 from mlxrl.train.batch import SHARE_FROM
@@ -204,67 +205,86 @@ def random_batch(
 
 def rollout(sketch: Sketch, work: Work, sampling: Sampling) -> dict[str, float]:
     """Bytes of a rollout by name: while first prompts are run, while sequences decode, while they read answers, and
-    while later prompts are run."""
+    while later prompts are run beside full caches."""
     full, together = capacity_for(work.prompt + work.tokens + 1), max(1, PREFILL // work.prompt)
     first, later = -(-work.rows // work.group), max(0, work.tasks - work.rows // work.group)
+    few = max(2, min(together, 256 // work.prompt))
 
-    def prompts(count: int, length: float, seed: int = 0) -> list[tuple[int, ...]]:
-        draw = np.random.default_rng(seed).integers(0, sketch.whole.vocabulary, size=(count, max(1, round(length))))
-        return [tuple(ids) for ids in draw.tolist()] * -(-work.rows // max(count, 1))
-
-    def begun(policy: Policy, count: int, share: float) -> int:
-        """The first step of so many prompts a forward, and of several forwards where a rollout has them."""
-        asked = prompts(count * (1 + (first > together)), work.prompt * share)[: work.rows]
-        chunk = count * len(asked[0])
-        return _peaks(policy, work.rows, chunk, replace(sampling, max_tokens=1), asked)[0]
-
-    def others(policy: Policy, _: int, share: float) -> list[int]:
-        """The steps in which the caches grow for the last time and after it, by what is run in them."""
-        capacity, answer = capacity_for(round(full * share)), -(-work.answer * share // 1)
-        before = max((length for length in range(capacity) if capacity_for(length) < capacity), default=0)
-        start = max(1, min(before - 4, capacity - 12 - 2 * int(answer)))
-        draws = replace(sampling, max_tokens=min(5, work.tokens))
-        asked, new = prompts(1, start), prompts(min(later, together), min(work.prompt, capacity - 6) * share, 1)
-        chunk = max(64, round(PREFILL * share))
-        return _peaks(policy, work.rows, chunk, draws, asked, int(answer), new[: work.rows] if later else ())[1:]
+    def prompts(count: int, length: float) -> list[tuple[int, ...]]:
+        size = (count, max(1, round(length)))
+        return list(map(tuple, np.random.default_rng(0).integers(0, sketch.whole.vocabulary, size).tolist()))
 
     def phase(policy: Policy) -> list[float]:
-        start = extrapolated(lambda n, share: begun(policy, n, share), min(first, together), work.prompt, curved=True)
-        rest = extrapolated(lambda n, share: others(policy, n, share), 1, full)
-        return [float(start), *rest.tolist()]
+        def begun(_: int, share: float) -> list[int]:
+            lengths = round(work.prompt * share) + 2, round(full * share)
+            return _begun(policy, prompts(few, work.prompt * share), work.rows, lengths)
+
+        def decoded(_: int, share: float) -> list[int]:
+            """The last time that the caches grow, and what comes after it."""
+            capacity, answer = capacity_for(round(full * share)), math.ceil(work.answer * share)
+            before = max((length for length in range(capacity) if capacity_for(length) < capacity), default=0)
+            start = max(1, min(before - 4, capacity - 12 - 2 * answer))
+            draws = replace(sampling, max_tokens=min(5, work.tokens), min_tokens=0, stop_strings=())
+            return _decoded(policy, prompts(1, start)[0], work.rows, draws, answer, max(64, round(PREFILL * share)))
+
+        runs = extrapolated(begun, 1, work.prompt, curved=True)
+        return [*runs.tolist(), *extrapolated(decoded, 1, full).tolist()]
 
     found = sketch.measured(sketch.whole.vocabulary, phase)
-    return dict(zip(("first prompts", "decoding", "answers", "later prompts"), found, strict=True))
+    run, kept, placing, slots, placing_late, slots_late, decoding, answers = found
+
+    def joined(count: int, placing: float, slots: float) -> float:
+        """While prompts are run, and while sequences get their caches."""
+        return max(slots + run / few * count, placing + kept / few * count)
+
+    begin = joined(min(first, together), placing, slots if first > together else 0.0)
+    late = joined(min(later, first, together), placing_late, slots_late) if later else 0.0
+    return {"first prompts": begin, "decoding": decoding, "answers": answers, "later prompts": late}
 
 
-def _peaks(
-    policy: Policy, rows: int, chunk: int, sampling: Sampling, prompts: Sequence[tuple[int, ...]], answer: int = 0,
-    later: Sequence[tuple[int, ...]] = (),
-) -> list[int]:  # fmt: skip
-    """The peaks of an engine's first step, in which sequences get their caches, of those in which they decode, of those
-    in which they read an answer of so many tokens and go on, and of those of later prompts."""
-    sampling, before = replace(sampling, min_tokens=0, stop_strings=()), _settled()
+def _begun(policy: Policy, prompts: Sequence[tuple[int, ...]], rows: int, lengths: Sequence[int]) -> list[int]:
+    """The peak while prompts are run, and what their caches hold; then, for caches of each length, the peak while
+    sequences get those of two prompts, and what they hold."""
+    mode, found = mode_of(policy), list[int]()
+    with decoding(policy) as merged:
+        before = _settled()
+        kept = prefill(merged, prompts, PREFILL)
+        mx.synchronize()
+        found += [mx.get_peak_memory() - before, mx.get_active_memory() - before]
+        for length in lengths:
+            before = _settled()
+            caches = SlotCache(rows) if mode in SLOTTED else EqualLengthCache(rows)
+            caches.fit(length)
+            for number, prompt in enumerate(kept[:2]):
+                caches.place(range(number, rows, 2), prompt)
+            mx.synchronize()
+            found += [mx.get_peak_memory() - before, mx.get_active_memory() - before]
+            del caches
+    return found
 
-    def request(number: int, prompt: tuple[int, ...]) -> Request:
-        return Request(prompt, key_of(0, number), sampling, stop_ids=(), keep=answer > 0)
 
-    def steps(engine: Engine, most: int | None = None) -> int:
-        peaks = [0]
-        for _ in islice(iter(lambda: engine.busy, False), most):
+def _decoded(
+    policy: Policy, prompt: tuple[int, ...], rows: int, sampling: Sampling, answer: int, chunk: int
+) -> list[int]:
+    """The peak of an engine's steps after those in which sequences get their caches, and of those in which as many as
+    fill a chunk read an answer of so many tokens and go on."""
+    before = _settled()
+
+    def steps(engine: Engine) -> list[int]:
+        peaks = list[int]()
+        while engine.busy:
             engine.step()
             peaks.append(mx.get_peak_memory() - before)
             mx.reset_peak_memory()
         mx.synchronize()
-        return max(*peaks, mx.get_peak_memory() - before)
+        return [*peaks, mx.get_peak_memory() - before]
 
     with decoding(policy) as merged, Engine(merged, max_rows=rows, prefill_chunk=chunk) as engine:
-        sequences = [engine.submit(request(number, prompt)) for number, prompt in enumerate(prompts)]
-        found = [steps(engine, 2), steps(engine)]
-        some = sequences[: max(1, chunk // answer)] if answer else []
-        sequences += [engine.extend(sequence, [1] * answer) for sequence in some]
-        found.append(steps(engine))
-        for sequence in sequences:
-            engine.cancel(sequence)
-        for number, prompt in enumerate(later):
-            engine.submit(request(number, prompt))
-        return [*found, steps(engine)]
+        requests = [Request(prompt, key_of(0, number), sampling, stop_ids=(), keep=answer > 0) for number in range(rows)]
+        sequences = [engine.submit(request) for request in requests]
+        found = [max(0, *steps(engine)[2:]), 0]
+        if answer:
+            for sequence in sequences[: max(1, chunk // answer)]:
+                engine.extend(sequence, [1] * answer)
+            found[1] = max(steps(engine))
+    return found
