@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+
 from machine import machine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

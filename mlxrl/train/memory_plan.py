@@ -93,18 +93,19 @@ class Sketch:
             rule.init(trained)
             self.adapters, self.state = _size(trained), _size(rule.state)
 
-    def measured(self, vocabulary: int, phase: Callable[[Policy], Sequence[float]]) -> list[float]:
-        """What a phase measures of policies with some layers, extrapolated to all."""
-        total = np.zeros(())
+    def measured(self, vocabulary: int, phase: Callable[[Policy], Sequence[float]]) -> tuple[list[float], list[float]]:
+        """What a phase measures of policies with some layers: extrapolated to all of them, and of the most."""
+        total, found = np.zeros(()), np.zeros(())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run gives them
             for layers, weight in self.whole.counts:
                 try:
                     model = self.whole.first_layers(layers, vocabulary)
-                    total = total + weight * np.array(phase(as_policy(model, self.whole.tokenizer, lora=self.lora)))
+                    found = np.array(phase(as_policy(model, self.whole.tokenizer, lora=self.lora)))
+                    total = total + weight * found
                 except Exception as error:  # a model's own code
                     raise NotMeasured(self.whole.id, f"{type(error).__name__}: {one_line(error, 200)}") from error
-        return total.tolist()
+        return total.tolist(), found.tolist()
 
 
 def _size(tree: Any) -> int:
@@ -180,7 +181,7 @@ def passes(sketch: Sketch, work: Work, algorithm: Algorithm, optimizer: Optimize
         steps = [peak_of(lambda: optimizer_step(student, rule, least, algorithm, teacher, 1.0, False)) for _ in "12"]
         return [float(extrapolated(learned, rows, width, prefix, curved=True)), steps[1]]
 
-    found, step = sketch.measured(vocabulary, phase)
+    (found, step), _ = sketch.measured(vocabulary, phase)
     return {"passes": found + several * sketch.adapters, "optimizer step": step}  # and the gradient of others
 
 
@@ -230,21 +231,20 @@ def rollout(sketch: Sketch, work: Work, sampling: Sampling) -> dict[str, float]:
         runs = extrapolated(begun, 1, work.prompt, curved=True)
         return [*runs.tolist(), *extrapolated(decoded, 1, full).tolist()]
 
-    found = sketch.measured(sketch.whole.vocabulary, phase)
-    run, kept, placing, slots, placing_late, slots_late, decoding, answers = found
+    (run, kept, _, slots, _, full_slots, decoding, answers), most = sketch.measured(sketch.whole.vocabulary, phase)
 
-    def joined(count: int, placing: float, slots: float) -> float:
-        """While prompts are run, and while sequences get their caches."""
-        return max(slots + run / few * count, placing + kept / few * count)
+    def joined(count: int, slots: float, beside: bool, in_flight: float) -> float:
+        """While prompts are run, and while sequences get their caches. Copies in flight are as many as MLX is ahead."""
+        return max(slots * beside + run / few * count, slots + kept / few * count + in_flight)
 
-    begin = joined(min(first, together), placing, slots if first > together else 0.0)
-    late = joined(min(later, first, together), placing_late, slots_late) if later else 0.0
+    begin = joined(min(first, together), slots, first > together, most[2])
+    late = joined(min(later, first, together), full_slots, True, most[4]) if later else 0.0
     return {"first prompts": begin, "decoding": decoding, "answers": answers, "later prompts": late}
 
 
 def _begun(policy: Policy, prompts: Sequence[tuple[int, ...]], rows: int, lengths: Sequence[int]) -> list[int]:
-    """The peak while prompts are run, and what their caches hold; then, for caches of each length, the peak while
-    sequences get those of two prompts, and what they hold."""
+    """The peak while prompts are run, and what their caches hold; then, for caches of each length, what is in flight
+    while sequences get those of two prompts, and what they hold."""
     mode, found = mode_of(policy), list[int]()
     with decoding(policy) as merged:
         before = _settled()
@@ -258,7 +258,7 @@ def _begun(policy: Policy, prompts: Sequence[tuple[int, ...]], rows: int, length
             for number, prompt in enumerate(kept[:2]):
                 caches.place(range(number, rows, 2), prompt)
             mx.synchronize()
-            found += [mx.get_peak_memory() - before, mx.get_active_memory() - before]
+            found += [mx.get_peak_memory() - mx.get_active_memory(), mx.get_active_memory() - before]
             del caches
     return found
 
@@ -280,7 +280,9 @@ def _decoded(
         return [*peaks, mx.get_peak_memory() - before]
 
     with decoding(policy) as merged, Engine(merged, max_rows=rows, prefill_chunk=chunk) as engine:
-        requests = [Request(prompt, key_of(0, number), sampling, stop_ids=(), keep=answer > 0) for number in range(rows)]
+        requests = [
+            Request(prompt, key_of(0, number), sampling, stop_ids=(), keep=answer > 0) for number in range(rows)
+        ]
         sequences = [engine.submit(request) for request in requests]
         found = [max(0, *steps(engine)[2:]), 0]
         if answer:
