@@ -33,7 +33,7 @@ from mlxrl.rollout.sample import sample
 from mlxrl.settings import LoRA, Optimizer, Sampling, Train
 from mlxrl.train import memory_plan
 from mlxrl.train.batch import make_batch
-from mlxrl.train.memory_plan import Sketch, Work
+from mlxrl.train.memory_plan import Work
 from mlxrl.train.optimizer import make_optimizer
 from mlxrl.train.update import update
 from mlxrl.types import Group, Task, Trajectory, Turn
@@ -145,13 +145,14 @@ def work_of(shape: dict[str, Any]) -> Work:
 
 def planned(shape: dict[str, Any], part: str) -> tuple[int, dict[str, int]]:
     """Bytes of a part, and those of its phases beside what is always there."""
-    sketch, work = Sketch(skeleton_of(shape), LoRA(), optimizer_of), work_of(shape)
+    whole, work = skeleton_of(shape), work_of(shape)
+    always = memory_plan.constant(whole, LoRA(), optimizer_of())
     if part == "update":
-        phases = memory_plan.passes(sketch, work, grpo(), optimizer_of)
+        phases = memory_plan.passes(whole, LoRA(), work, grpo(), optimizer_of)
     else:
-        phases = memory_plan.rollout(sketch, work, Sampling())
-    always = sketch.weights + sketch.adapters + (sketch.state if part == "update" else 0)  # nothing was trained yet
-    return round(always + max(phases.values())), {name: round(size) for name, size in phases.items()}
+        phases = memory_plan.rollout(whole, LoRA(), work, Sampling(), grpo())
+        always["optimizer"] = 0  # nothing was trained yet
+    return round(sum(always.values()) + max(phases.values())), {name: round(size) for name, size in phases.items()}
 
 
 def measured(shape: dict[str, Any], part: str) -> int:

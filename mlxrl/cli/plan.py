@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from mlxrl.algo.algorithm import num_top
 from mlxrl.files import read_lines
 from mlxrl.policy.skeleton import NotMeasured, skeleton
 from mlxrl.rollout.chat import render, start_chat
 from mlxrl.rollout.environment import EnvironmentHandle, prepare
+from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.workers import Workers
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.memory_limits import GB, available
+from mlxrl.settings import Config
 from mlxrl.text import size
 from mlxrl.train.batch import TOKENS_PER_PASS
-from mlxrl.train.memory_plan import Sketch, Work, passes, rollout
+from mlxrl.train.memory_plan import Work, constant, passes, rollout
 from mlxrl.train.optimizer import make_optimizer
 
 PARTS = ("load", "rollout", "update")
@@ -34,15 +34,16 @@ RENDERED, OPENED = 1000, 8
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's needs. prompt: tokens of the longest; memory: bytes; chosen: settings; known: what was measured."""
+    """A run's needs under settings.
 
-    experiment: Experiment
-    student: Sketch
-    teacher: Sketch | None
-    prompt: int
+    memory: bytes there are. work: what a step does under a config. measure: the bytes of a part of that by name: what
+    is there all the time, and the most of what comes.
+    """
+
+    config: Config
     memory: int
-    chosen: Mapping[str, Any]
-    known: dict[Any, dict[str, float]] = field(default_factory=dict[Any, dict[str, float]])
+    work: Callable[[Config], Work]
+    measure: Callable[[str, Work], dict[str, int]]
 
     @classmethod
     def of(cls, experiment: Experiment, memory: float | None = None) -> Plan:
@@ -51,73 +52,55 @@ class Plan:
         Raises:
             NotMeasured: the model is not here, or cannot be measured. UserError: its files make no model.
         """
-        config = experiment.config
-        whole, teacher = skeleton(config.model.id, config.model.dtype), config.teacher
-        student = Sketch(whole, config.lora, partial(make_optimizer, config.optimizer))
-        other = None if teacher.id in (None, "base") else Sketch(skeleton(teacher.id, teacher.dtype))
-        chosen = {
-            PASS: config.train.tokens_per_pass or TOKENS_PER_PASS, RECOMPUTE: config.train.recompute,
-            ROWS: config.rollout.max_rows, TOKENS: config.sampling.max_tokens,
-        }  # fmt: skip
-        there = round(memory * GB) if memory else available()
-        return cls(experiment, student, other, longest_prompt(experiment, whole.tokenizer), there, chosen)
+        config, algorithm, given = experiment.config, experiment.algorithm, experiment.config.teacher
+        whole = skeleton(config.model.id, config.model.dtype)
+        teacher = None if given.id in (None, "base") else skeleton(given.id, given.dtype)
+        optimizer = partial(make_optimizer, config.optimizer)
+        always = constant(whole, config.lora, optimizer())
+        always |= {} if teacher is None else {"teacher": constant(teacher)["weights"]}
+
+        @cache
+        def measure(part: str, work: Work) -> dict[str, int]:
+            if part == "load":
+                return {**always, "optimizer": 0, "files": whole.loading}
+            if part == "rollout":
+                found = rollout(whole, config.lora, work, config.sampling, algorithm)
+            else:
+                found = passes(whole, config.lora, work, algorithm, optimizer)
+                found |= (
+                    {} if teacher is None else {"teacher's passes": passes(teacher, None, work, algorithm)["passes"]}
+                )
+            name = max(found, key=lambda name: found[name])
+            return {**always, name: max(0, round(found[name]))}
+
+        work = partial(Work.of, prompt=longest_prompt(experiment, whole.tokenizer), context=context_of(whole.model))
+        return cls(config, round(memory * GB) if memory else available(), work, measure)
 
     def with_(self, chosen: Mapping[str, Any]) -> Plan:
-        """The plan with other settings."""
-        return replace(self, chosen={**self.chosen, **chosen})
+        """The plan with other settings, by their dotted names."""
+        config = self.config
+        for name, value in chosen.items():
+            table, key = name.split(".")
+            config = replace(config, **{table: replace(getattr(config, table), **{key: value})})
+        return replace(self, config=config)
 
-    @property
-    def work(self) -> Work:
-        """What a step does. A sequence is as long as all turns may be, and an answer of an environment as a turn."""
-        config, each = self.experiment.config, self.chosen[TOKENS]
-        run, world, most = config.rollout, config.environment, config.train.max_tokens_per_row
-        capacity = max(1, (self.student.context or sys.maxsize) - self.prompt)
-        answers = world.max_turns - 1 if world.factory else 0
-        sampled = min(each * (1 + answers), world.max_episode_tokens or sys.maxsize, capacity)
-        tokens = min(sampled + each * answers, capacity)
-        return Work(
-            tasks=run.tasks_per_step, group=run.group_size, prompt=self.prompt, tokens=tokens, sampled=sampled,
-            rows=min(self.chosen[ROWS], run.group_size * run.tasks_per_step), answer=each if answers else 0,
-            trained=max(1, min(tokens, (most or sys.maxsize) - self.prompt)), budget=self.chosen[PASS],
-            recompute=self.chosen[RECOMPUTE],
-        )  # fmt: skip
-
-    def phases(self, part: str) -> dict[str, float]:
-        """What is measured of a part, by name."""
-        work, config, algorithm = self.work, self.experiment.config, self.experiment.algorithm
-        key = part, replace(work, budget=0, recompute=False) if part == "rollout" else replace(work, rows=0)
-        if key not in self.known and part == "rollout":
-            kept = max(config.sampling.num_top, num_top(algorithm))
-            self.known[key] = rollout(self.student, work, replace(config.sampling, num_top=kept))
-        elif key not in self.known:
-            self.known[key] = passes(self.student, work, algorithm, partial(make_optimizer, config.optimizer))
-            if self.teacher is not None:
-                self.known[key]["teacher's passes"] = passes(self.teacher, work, algorithm)["passes"]
-        return self.known[key]
+    def chosen(self, *names: str) -> dict[str, Any]:
+        """The values of settings, by their dotted names."""
+        return {name: getattr(getattr(self.config, name.split(".")[0]), name.split(".")[1]) for name in names}
 
     def need(self, part: str) -> dict[str, int]:
-        """The bytes of a part by name: what is there all the time, and the most of what comes."""
-        terms = {"weights": self.student.weights, "adapters": self.student.adapters}
-        terms |= {} if self.teacher is None else {"teacher": self.teacher.weights}
-        if part == "load":
-            return {**terms, "files": self.student.whole.loading}
-        phases = self.phases(part)
-        name = max(phases, key=lambda name: phases[name])
-        return {**terms, "optimizer": self.student.state, name: max(0, round(phases[name]))}
+        """The bytes of a part by name."""
+        work = self.work(self.config)
+        work = replace(work, budget=0, recompute=False) if part == "rollout" else replace(work, rows=0)
+        return self.measure(part, work)
 
     def peak(self, part: str) -> int:
         """Bytes of a part at its highest."""
         return sum(self.need(part).values())
 
-    @property
-    def highest(self) -> str:
-        """The part that needs most."""
-        return max(PARTS, key=self.peak)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every part fits."""
-        return self.peak(self.highest) <= self.memory
+    def fits(self, *parts: str) -> bool:
+        """Whether parts fit, all of them where none is named."""
+        return all(self.peak(part) <= self.memory for part in parts or PARTS)
 
 
 def longest_prompt(experiment: Experiment, tokenizer: Any) -> int:
@@ -147,7 +130,7 @@ def settled(experiment: Experiment, memory: float | None = None) -> tuple[Experi
         return experiment, ""
     try:
         plan = largest(Plan.of(experiment, memory))
-        chosen = plan.chosen[PASS]
+        chosen = plan.config.train.tokens_per_pass or TOKENS_PER_PASS
         words = f"with which an update needs about {size(plan.peak('update'))} of {size(plan.memory)}"
     except NotMeasured as why:
         chosen, words = TOKENS_PER_PASS, f"as no plan is possible: {why}"
@@ -165,34 +148,35 @@ def described(experiment: Experiment, chosen: str, memory: float | None = None) 
 
 
 def largest(plan: Plan) -> Plan:
-    """The plan with the largest pass whose update fits."""
-    plans = [plan.with_({PASS: size}) for size in SIZES if size == SIZES[-1] or plan.peak("load") <= plan.memory]
-    return next((one for one in plans if one.peak("update") <= plan.memory), plans[-1])
+    """The plan with the largest pass whose update fits, of those up to the pass that is given; else the smallest."""
+    given = plan.config.train.tokens_per_pass or TOKENS_PER_PASS
+    plans = [plan.with_({PASS: size}) for size in dict.fromkeys([given, *SIZES]) if size <= given]
+    return next((one for one in plans if one.fits("load", "update")), plans[-1]) if plan.fits("load") else plans[-1]
 
 
 def fitted(plan: Plan) -> Plan:
-    """The plan that fits and costs least time; that of the smallest pass and the fewest rows where none fits."""
-    rows, given = plan.chosen[ROWS], plan.chosen[PASS]
-    while rows > 1 and plan.with_({ROWS: rows}).peak("rollout") > plan.memory:
+    """The plan that fits and costs least time; that of the smallest pass and the fewest sequences where none fits."""
+    rows = plan.config.rollout.max_rows
+    while rows > 1 and not plan.with_({ROWS: rows}).fits("rollout"):
         rows //= 2
-    sizes = dict.fromkeys([given, *(size for size in SIZES if size < given)])
-    again = sorted({plan.chosen[RECOMPUTE], True})
-    plans = [plan.with_({PASS: size, RECOMPUTE: one, ROWS: rows}) for one in again for size in sizes]
-    return next((one for one in plans if one.peak("update") <= plan.memory), plans[-1])
+    plans = [largest(plan.with_({RECOMPUTE: one, ROWS: rows})) for one in {plan.config.train.recompute, True}]
+    plans.sort(key=lambda plan: plan.config.train.recompute)
+    return next((one for one in plans if one.fits("update")), plans[-1])
 
 
 def remedy(plan: Plan) -> list[str]:
     """The settings to be changed for the plan to fit, as the command line takes them; none where nothing is enough."""
-    for part in (1, 4, 16) if plan.peak("load") <= plan.memory else ():
-        found = fitted(plan.with_({TOKENS: max(1, plan.chosen[TOKENS] // part)}))
-        if found.fits:
-            return assignments({name: one for name, one in found.chosen.items() if one != plan.chosen[name]})
+    names = PASS, RECOMPUTE, ROWS, TOKENS
+    for part in (1, 4, 16) if plan.fits("load") else ():
+        found = fitted(plan.with_({TOKENS: max(1, plan.config.sampling.max_tokens // part)}))
+        if found.fits():
+            return assignments(dict(found.chosen(*names).items() - plan.chosen(*names).items()))
     return []
 
 
 def assignments(chosen: Mapping[str, Any]) -> list[str]:
     """Settings as the command line takes them."""
-    return [f"{name}={str(value).lower()}" for name, value in chosen.items()]
+    return [f"{name}={str(value).lower()}" for name, value in sorted(chosen.items(), reverse=True)]
 
 
 def command(experiment: Experiment, name: str, *, memory: float | None, fit: bool, as_json: bool) -> int:
@@ -203,16 +187,16 @@ def command(experiment: Experiment, name: str, *, memory: float | None, fit: boo
     """
     plan = Plan.of(experiment, memory)
     plan = fitted(plan) if fit else plan if experiment.config.train.tokens_per_pass else largest(plan)
-    chosen = {name: plan.chosen[name] for name in (PASS, RECOMPUTE, ROWS)}
+    chosen, fits, highest = plan.chosen(PASS, RECOMPUTE, ROWS), plan.fits(), max(map(plan.peak, PARTS))
     seconds = past_seconds(experiment.config.run.folder or f"runs/{name}")
     if as_json:
         parts = {part: {"peak": plan.peak(part), **plan.need(part)} for part in PARTS}
-        found = {"fits": plan.fits, "memory": plan.memory, "peak": plan.peak(plan.highest), "prompt": plan.prompt}
-        found |= {"parts": parts, "settings": chosen, "remedy": [] if plan.fits else remedy(plan), "seconds": seconds}
+        found = {"fits": fits, "memory": plan.memory, "peak": highest, "prompt": plan.work(plan.config).prompt}
+        found |= {"parts": parts, "settings": chosen, "remedy": [] if fits else remedy(plan), "seconds": seconds}
         print(json.dumps(found, indent=2))
     else:
         print("\n".join([*lines(plan, seconds), *(assignments(chosen) if fit else [])]))
-    return 0 if plan.fits else 1
+    return 0 if fits else 1
 
 
 def past_seconds(folder: str) -> dict[str, float]:
@@ -227,7 +211,7 @@ def past_seconds(folder: str) -> dict[str, float]:
 
 def lines(plan: Plan, seconds: Mapping[str, float] | None = None) -> list[str]:
     """The plan as lines of text: its parts, what was assumed, seconds of a step, and whether it fits."""
-    work, part, there = plan.work, plan.highest, size(plan.memory)
+    work, part = plan.work(plan.config), max(PARTS, key=plan.peak)
     found = [f"{name}: {size(plan.peak(name))} = {terms(plan.need(name))}" for name in PARTS]
     prefix, rows, tokens = work.widest()
     after = f"tokens after a prompt of {prefix}" if prefix else f"tokens with a prompt of {work.prompt}"
@@ -237,11 +221,11 @@ def lines(plan: Plan, seconds: Mapping[str, float] | None = None) -> list[str]:
     if seconds:
         spent = ", ".join(f"{name} {value:g} s" for name, value in seconds.items())
         found.append(f"seconds of a step, as the last run took: {sum(seconds.values()):.2f} s ({spent})")
-    if plan.fits:
-        return [*found, f"fits in {size(plan.peak(part))} of {there}"]
+    if plan.fits():
+        return [*found, f"fits in {size(plan.peak(part))} of {size(plan.memory)}"]
     ways = " ".join(remedy(plan))
     advice = f"these settings would: {ways}" if ways else "no setting would: a smaller or packed model, or more memory"
-    return [*found, f"does not fit, because {part} needs {size(plan.peak(part))} of {there}; {advice}"]
+    return [*found, f"does not fit, because {part} needs {size(plan.peak(part))} of {size(plan.memory)}; {advice}"]
 
 
 def terms(need: Mapping[str, int]) -> str:

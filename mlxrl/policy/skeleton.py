@@ -79,7 +79,7 @@ class Skeleton:
         return model
 
     def _cut(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        """The config of a model with the first layers: its counts, and its lists and patterns with an entry for each."""
+        """The config of a model with the first layers: its counts, and lists and patterns with an entry for each."""
         total, cut = len(self._kinds), dict(config)
         for name, value in config.items():
             if isinstance(value, Mapping):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,10 +36,10 @@ from mlxrl.rollout.batching_mode import SLOTTED, mode_of
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache, capacity_for
-from mlxrl.rollout.prefill import context_of, prefill
+from mlxrl.rollout.prefill import prefill
 from mlxrl.rollout.sequence import Request
-from mlxrl.settings import Sampling
-from mlxrl.train.batch import SHARE_FROM
+from mlxrl.settings import Config, Sampling
+from mlxrl.train.batch import SHARE_FROM, TOKENS_PER_PASS
 from mlxrl.train.gradient import gradient
 from mlxrl.train.teacher import Teacher
 from mlxrl.train.update import complete, optimizer_step
@@ -69,6 +70,21 @@ class Work:
     budget: int
     recompute: bool
 
+    @classmethod
+    def of(cls, config: Config, prompt: int, context: int | None) -> Work:
+        """What a step of a run does, with the longest prompt. A sequence is as long as all turns may be, or the model's
+        context; an environment's answer is as long as a turn may be."""
+        each, run, world, train = config.sampling.max_tokens, config.rollout, config.environment, config.train
+        capacity, answers = max(1, (context or sys.maxsize) - prompt), world.max_turns - 1 if world.factory else 0
+        sampled = min(each * (1 + answers), world.max_episode_tokens or sys.maxsize, capacity)
+        tokens = min(sampled + each * answers, capacity)
+        return cls(
+            tasks=run.tasks_per_step, group=run.group_size, prompt=prompt, tokens=tokens, sampled=sampled,
+            rows=min(run.max_rows, run.group_size * run.tasks_per_step), answer=each if answers else 0,
+            trained=max(1, min(tokens, (train.max_tokens_per_row or sys.maxsize) - prompt)),
+            budget=train.tokens_per_pass or TOKENS_PER_PASS, recompute=train.recompute,
+        )  # fmt: skip
+
     def widest(self) -> tuple[int, int, int]:
         """How `make_batch` lays sequences of one length out: tokens of the shared prefix, sequences and tokens of a
         pass."""
@@ -78,38 +94,35 @@ class Work:
         return prefix, min(sequences, max(1, (self.budget - prefix) // width)), width
 
 
-class Sketch:
-    """A model of which the first layers are measured for all; what is exact of it is counted.
-
-    weights, adapters, state: bytes, the last of the optimizer; context: tokens of a sequence, None where unknown.
-    """
-
-    def __init__(self, whole: Skeleton, lora: LoRA | None = None, optimizer: Optimizer | None = None) -> None:
-        self.whole, self.lora, self.context = whole, lora, context_of(whole.model)
-        self.weights, self.adapters, self.state = _size(whole.model.parameters()), 0, 0
-        if lora is not None and optimizer is not None:
-            adapt(whole.model, lora)
-            trained, rule = whole.model.trainable_parameters(), optimizer()
-            rule.init(trained)
-            self.adapters, self.state = _size(trained), _size(rule.state)
-
-    def measured(self, vocabulary: int, phase: Callable[[Policy], Sequence[float]]) -> tuple[list[float], list[float]]:
-        """What a phase measures of policies with some layers: extrapolated to all of them, and of the most."""
-        total, found = np.zeros(()), np.zeros(())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a run gives them
-            for layers, weight in self.whole.counts:
-                try:
-                    model = self.whole.first_layers(layers, vocabulary)
-                    found = np.array(phase(as_policy(model, self.whole.tokenizer, lora=self.lora)))
-                    total = total + weight * found
-                except Exception as error:  # a model's own code
-                    raise NotMeasured(self.whole.id, f"{type(error).__name__}: {one_line(error, 200)}") from error
-        return total.tolist(), found.tolist()
+def constant(whole: Skeleton, lora: LoRA | None = None, optimizer: optim.Optimizer | None = None) -> dict[str, int]:
+    """Bytes that are in memory all the time, by name. Adapters are put on the skeleton."""
+    weights = _size(whole.model.parameters())
+    if lora is None or optimizer is None:
+        return {"weights": weights}
+    adapt(whole.model, lora)
+    optimizer.init(whole.model.trainable_parameters())
+    adapters = _size(whole.model.trainable_parameters())
+    return {"weights": weights, "adapters": adapters, "optimizer": _size(optimizer.state)}
 
 
 def _size(tree: Any) -> int:
     return sum(array.nbytes for _, array in leaves(tree))
+
+
+def measured(
+    whole: Skeleton, lora: LoRA | None, vocabulary: int, phase: Callable[[Policy], Sequence[float]]
+) -> tuple[list[float], list[float]]:
+    """What a phase measures of policies with some layers: extrapolated to all of them, and of the most."""
+    total, found = np.zeros(1), np.zeros(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run gives them
+        for layers, weight in whole.counts:
+            try:
+                found = np.array(phase(as_policy(whole.first_layers(layers, vocabulary), whole.tokenizer, lora=lora)))
+            except Exception as error:  # a model's own code
+                raise NotMeasured(whole.id, f"{type(error).__name__}: {one_line(error, 200)}") from error
+            total = total + weight * found
+    return total.tolist(), found.tolist()
 
 
 def peak_of(work: Callable[[], Any]) -> int:
@@ -152,13 +165,15 @@ def extrapolated(
     return high + (1 - shares[1]) * (np.maximum(slope, 0) if curved else slope)
 
 
-def passes(sketch: Sketch, work: Work, algorithm: Algorithm, optimizer: Optimizer | None = None) -> dict[str, float]:
-    """Bytes of a step's passes, and of its optimizer step, by name; of passes without a gradient, without optimizer."""
+def passes(
+    whole: Skeleton, lora: LoRA | None, work: Work, algorithm: Algorithm, optimizer: Optimizer | None = None
+) -> dict[str, float]:
+    """Bytes of a step's passes, and of its optimizer step, by name; without optimizer, of passes without a gradient."""
     prefix, rows, width = work.widest()
     sampled = min(work.sampled, work.trained)
     number = 1 if rows >= work.group or not prefix else 2  # of passes; more are no more in memory
     several = work.tasks > 1 if prefix else rows < work.group * work.tasks
-    vocabulary = max(16, min(sketch.whole.vocabulary, CHUNK // (rows * sampled)))
+    vocabulary = max(16, min(whole.vocabulary, CHUNK // (rows * sampled)))
 
     def batch(rows: int, share: float) -> Batch:
         own = (int(-(-tokens * share // 1)) for tokens in (prefix, width, sampled))
@@ -179,10 +194,10 @@ def passes(sketch: Sketch, work: Work, algorithm: Algorithm, optimizer: Optimize
             return [float(extrapolated(scored, rows, width, prefix, curved=True)), 0.0]
         rule, least = optimizer(), random_batch(1, 0, 2, 1, vocabulary=vocabulary, algorithm=algorithm)
         steps = [peak_of(lambda: optimizer_step(student, rule, least, algorithm, teacher, 1.0, False)) for _ in "12"]
-        return [float(extrapolated(learned, rows, width, prefix, curved=True)), steps[1]]
+        gradients = several * _size(student.model.trainable_parameters())  # of other passes, summed
+        return [float(extrapolated(learned, rows, width, prefix, curved=True)) + gradients, steps[1]]
 
-    (found, step), _ = sketch.measured(vocabulary, phase)
-    return {"passes": found + several * sketch.adapters, "optimizer step": step}  # and the gradient of others
+    return dict(zip(("passes", "optimizer step"), measured(whole, lora, vocabulary, phase)[0], strict=True))
 
 
 def random_batch(
@@ -204,70 +219,68 @@ def random_batch(
     return Batch((one,) * number, Totals(mask.size, rows, 1, sampled, 0, mask.size), (), {}, {})
 
 
-def rollout(sketch: Sketch, work: Work, sampling: Sampling) -> dict[str, float]:
+def rollout(whole: Skeleton, lora: LoRA, work: Work, sampling: Sampling, algorithm: Algorithm) -> dict[str, float]:
     """Bytes of a rollout by name: while first prompts are run, while sequences decode, while they read answers, and
     while later prompts are run beside full caches."""
     full, together = capacity_for(work.prompt + work.tokens + 1), max(1, PREFILL // work.prompt)
     first, later = -(-work.rows // work.group), max(0, work.tasks - work.rows // work.group)
-    few = max(2, min(together, 256 // work.prompt))
+    few, kept_ids = max(2, min(together, 256 // work.prompt)), max(sampling.num_top, num_top(algorithm))
+    draws = replace(sampling, max_tokens=min(5, work.tokens), min_tokens=0, stop_strings=(), num_top=kept_ids)
 
     def prompts(count: int, length: float) -> list[tuple[int, ...]]:
         size = (count, max(1, round(length)))
-        return list(map(tuple, np.random.default_rng(0).integers(0, sketch.whole.vocabulary, size).tolist()))
+        return list(map(tuple, np.random.default_rng(0).integers(0, whole.vocabulary, size).tolist()))
 
     def phase(policy: Policy) -> list[float]:
         def begun(_: int, share: float) -> list[int]:
-            lengths = round(work.prompt * share) + 2, round(full * share)
-            return _begun(policy, prompts(few, work.prompt * share), work.rows, lengths)
+            return _begun(policy, prompts(few, work.prompt * share), work.rows)
 
         def decoded(_: int, share: float) -> list[int]:
             """The last time that the caches grow, and what comes after it."""
             capacity, answer = capacity_for(round(full * share)), math.ceil(work.answer * share)
             before = max((length for length in range(capacity) if capacity_for(length) < capacity), default=0)
-            start = max(1, min(before - 4, capacity - 12 - 2 * answer))
-            draws = replace(sampling, max_tokens=min(5, work.tokens), min_tokens=0, stop_strings=())
+            start = min(before - 4, capacity - 12 - 2 * answer)
             return _decoded(policy, prompts(1, start)[0], work.rows, draws, answer, max(64, round(PREFILL * share)))
 
-        runs = extrapolated(begun, 1, work.prompt, curved=True)
-        return [*runs.tolist(), *extrapolated(decoded, 1, full).tolist()]
+        start, rest = extrapolated(begun, 1, work.prompt, curved=True), extrapolated(decoded, 1, full)
+        return [*start.tolist(), *rest.tolist()]
 
-    (run, kept, _, slots, _, full_slots, decoding, answers), most = sketch.measured(sketch.whole.vocabulary, phase)
+    found, (*_, in_flight, _, _, _) = measured(whole, lora, whole.vocabulary, phase)
+    run, kept, slots, _, full_slots, decoding, answers = found
 
-    def joined(count: int, slots: float, beside: bool, in_flight: float) -> float:
-        """While prompts are run, and while sequences get their caches. Copies in flight are as many as MLX is ahead."""
-        return max(slots * beside + run / few * count, slots + kept / few * count + in_flight)
+    def joined(count: int, slots: float, beside: float, in_flight: float) -> float:
+        """While prompts are run beside what is held, and while sequences get their caches. In flight is as much as MLX
+        is ahead, however many the layers."""
+        return max(beside + run / few * count, slots + kept / few * count + in_flight)
 
-    begin = joined(min(first, together), slots, first > together, most[2])
-    late = joined(min(later, first, together), full_slots, True, most[4]) if later else 0.0
+    begin = joined(min(first, together), slots, slots if first > together else 0.0, in_flight)
+    late = joined(min(later, first, together), full_slots, full_slots, in_flight * full_slots / slots) if later else 0.0
     return {"first prompts": begin, "decoding": decoding, "answers": answers, "later prompts": late}
 
 
-def _begun(policy: Policy, prompts: Sequence[tuple[int, ...]], rows: int, lengths: Sequence[int]) -> list[int]:
-    """The peak while prompts are run, and what their caches hold; then, for caches of each length, what is in flight
-    while sequences get those of two prompts, and what they hold."""
-    mode, found = mode_of(policy), list[int]()
+def _begun(policy: Policy, prompts: Sequence[tuple[int, ...]], rows: int) -> list[int]:
+    """The peak while prompts are run, what their caches hold, what those of sequences hold, and what is in flight while
+    these get those of two prompts."""
+    mode = mode_of(policy)
     with decoding(policy) as merged:
         before = _settled()
-        kept = prefill(merged, prompts, PREFILL)
+        prefilled = prefill(merged, prompts, PREFILL)
         mx.synchronize()
-        found += [mx.get_peak_memory() - before, mx.get_active_memory() - before]
-        for length in lengths:
-            before = _settled()
-            caches = SlotCache(rows) if mode in SLOTTED else EqualLengthCache(rows)
-            caches.fit(length)
-            for number, prompt in enumerate(kept[:2]):
-                caches.place(range(number, rows, 2), prompt)
-            mx.synchronize()
-            found += [mx.get_peak_memory() - mx.get_active_memory(), mx.get_active_memory() - before]
-            del caches
-    return found
+        peak, kept, before = mx.get_peak_memory() - before, mx.get_active_memory() - before, _settled()
+        caches = SlotCache(rows) if mode in SLOTTED else EqualLengthCache(rows)
+        caches.fit(len(prompts[0]) + 2)
+        for number, prompt in enumerate(prefilled[:2]):
+            caches.place(range(number, rows, 2), prompt)
+        mx.synchronize()
+        held = mx.get_active_memory()
+    return [peak, kept, held - before, mx.get_peak_memory() - held]
 
 
 def _decoded(
     policy: Policy, prompt: tuple[int, ...], rows: int, sampling: Sampling, answer: int, chunk: int
 ) -> list[int]:
-    """The peak of an engine's steps after those in which sequences get their caches, and of those in which as many as
-    fill a chunk read an answer of so many tokens and go on."""
+    """What caches hold in which sequences have decoded, the peak of that, without its first steps, in which they get
+    their caches, and the peak while as many as fill a chunk read an answer of so many tokens and go on."""
     before = _settled()
 
     def steps(engine: Engine) -> list[int]:
@@ -280,13 +293,9 @@ def _decoded(
         return [*peaks, mx.get_peak_memory() - before]
 
     with decoding(policy) as merged, Engine(merged, max_rows=rows, prefill_chunk=chunk) as engine:
-        requests = [
-            Request(prompt, key_of(0, number), sampling, stop_ids=(), keep=answer > 0) for number in range(rows)
-        ]
-        sequences = [engine.submit(request) for request in requests]
-        found = [max(0, *steps(engine)[2:]), 0]
-        if answer:
-            for sequence in sequences[: max(1, chunk // answer)]:
-                engine.extend(sequence, [1] * answer)
-            found[1] = max(steps(engine))
-    return found
+        asked = [Request(prompt, key_of(0, row), sampling, stop_ids=(), keep=answer > 0) for row in range(rows)]
+        sequences = [engine.submit(request) for request in asked]
+        peak, held = max(0, *steps(engine)[2:]), mx.get_active_memory() - before
+        for sequence in sequences[: max(1, chunk // answer)] if answer else ():
+            engine.extend(sequence, [1] * answer)
+        return [held, peak, max(steps(engine))]
