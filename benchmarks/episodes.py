@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
 
-from mlxrl.policy.policy import Policy, load, policy  # noqa: E402
+from mlxrl.policy.policy import Policy, as_policy, load  # noqa: E402
 from mlxrl.rollout.chat import continue_chat, start_chat  # noqa: E402
 from mlxrl.rollout.sample import sample  # noqa: E402
 from mlxrl.settings import EpisodeLimits, Sampling  # noqa: E402
@@ -66,7 +66,7 @@ def subject(name: str | None) -> Policy:
     else:
         words = tokenizer(("<end>",))
         words._tokenizer.chat_template = TEMPLATE
-        made = policy(dense(), words, lora=None)
+        made = as_policy(dense(), words, lora=None)
     made.tokenizer._eos_token_ids = set()
     return made
 

@@ -75,7 +75,7 @@ def words(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 class Echoing:
-    """An environment for random models: says a digest of what it was told, and pays by the first bit of it."""
+    """An environment for random models: answers a digest of the reply, and rewards its first digit."""
 
     def reset(self, task: Any) -> str:
         return str(task.prompt)
@@ -275,7 +275,7 @@ def dump(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Say where two dumps differ."""
+    """Print where two dumps differ."""
     before, after = (json.loads(path.read_text(encoding="utf-8")) for path in (arguments.file, arguments.other))
     faults = [f"{name}: in one dump only" for name in before.keys() ^ after.keys() if not arguments.common]
     for name in [name for name in before if name in after]:
@@ -295,7 +295,7 @@ def _values(before: list[Any], after: list[Any]) -> list[str]:
 
 
 def _metrics(before: list[Any], after: list[Any]) -> list[str]:
-    """Differences of metrics by the name they have now; what a clock says is left out, and so are new ones."""
+    """Differences of metrics by the name they have now; what a clock measures is left out, and so are new ones."""
     faults: list[str] = []
     for number, (one, other) in enumerate(zip(before, after, strict=True)):
         for name, value in one.items():

@@ -21,7 +21,7 @@ import numpy as np
 
 from machine import machine
 
-ROWS, HIDDEN, INSIDE, HEADS, KEY_HEADS, WIDTH, ROOM, VOCABULARY = 32, 576, 1536, 9, 3, 64, 96, 49152
+ROWS, HIDDEN, INSIDE, HEADS, KEY_HEADS, WIDTH, CAPACITY, VOCABULARY = 32, 576, 1536, 9, 3, 64, 96, 49152
 
 
 def milliseconds(way: Callable[[], Any], repeats: int = 40) -> float:
@@ -50,10 +50,10 @@ def products() -> dict[str, float]:
 
 
 def others() -> dict[str, float]:
-    """Attention over a room of 96 tokens, a token written to it, and what is made of exponentials."""
+    """Attention over a capacity of 96 tokens, a token written to it, and what is made of exponentials."""
     q, new = mx.random.normal((ROWS, HEADS, 1, WIDTH)), mx.random.normal((ROWS, KEY_HEADS, 1, WIDTH))
-    k, v = (mx.random.normal((ROWS, KEY_HEADS, ROOM, WIDTH)) for _ in range(2))
-    mask, place = mx.ones((ROWS, 1, 1, ROOM), mx.bool_), mx.full((ROWS, 1, 1, 1), ROOM // 2)
+    k, v = (mx.random.normal((ROWS, KEY_HEADS, CAPACITY, WIDTH)) for _ in range(2))
+    mask, place = mx.ones((ROWS, 1, 1, CAPACITY), mx.bool_), mx.full((ROWS, 1, 1, 1), CAPACITY // 2)
     x, y = (mx.random.normal((ROWS, INSIDE)) for _ in range(2))
     mx.eval(q, k, v, mask, place, new, x, y)
     plain = np.array(x)

@@ -3,10 +3,11 @@
     LD_PRELOAD=libopenblas.so.0 python benchmarks/rollout.py --model SmolLM2-135M-Instruct.gguf --repeats 3
 
 Cases: (a) the model in float32, 4 prompts x 8 completions, temperature 1, 64 new tokens; (b) a tiny dense model, which
-shows what the host costs, 32 rows; (c) the model and the prompts of (a), 16 completions each in 32 slots, every one
-stopped after 8 to 64 tokens; (d) a tiny hybrid model, 16 rows, and its prefill of 256 tokens. Engines: `mlxrl`;
-`batch_generate`, given every row's prompt; `BatchGenerator`, given caches of prompts that were prefilled once, all
-rows at a time. No engine stops at a token, so all make the same number of tokens, with log-probs read back.
+shows what the host costs, 32 sequences; (c) the model and the prompts of (a), 16 completions each in 32 slots, every
+one stopped after 8 to 64 tokens; (d) a tiny hybrid model, 16 sequences, and its prefill of 256 tokens. Engines:
+`mlxrl`; `batch_generate`, given every sequence's prompt; `BatchGenerator`, given caches of prompts that were prefilled
+once, all sequences at a time. No engine stops at a token, so all make the same number of tokens, with log-probs read
+back.
 
 Writes benchmarks/results/NAME.json: seconds of every run, tokens a second of the median, and forwards.
 """
@@ -42,16 +43,15 @@ from mlx_lm.models.gated_delta import gated_delta_ops  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
 
 from mlxrl.policy.gated_delta import gated_delta  # noqa: E402
-from mlxrl.policy.lora import LoRA  # noqa: E402
 from mlxrl.policy.modes import decoding  # noqa: E402
-from mlxrl.policy.policy import Policy, load, policy  # noqa: E402
+from mlxrl.policy.policy import Policy, as_policy, load  # noqa: E402
 from mlxrl.rollout.compiled_step import DecodeSession, Slots  # noqa: E402
 from mlxrl.rollout.draw import Drawn, key_of, sequence_keys  # noqa: E402
 from mlxrl.rollout.engine import Engine  # noqa: E402
 from mlxrl.rollout.prefill import prefill  # noqa: E402
 from mlxrl.rollout.sequence import Request  # noqa: E402
 from mlxrl.rollout.stop_rules import advance  # noqa: E402
-from mlxrl.settings import Sampling  # noqa: E402
+from mlxrl.settings import LoRA, Sampling  # noqa: E402
 from models import dense, hybrid, tokenizer  # noqa: E402
 
 QUESTIONS = (
@@ -70,7 +70,7 @@ class Endless:
 
 
 class Work:
-    """Rows to decode: a model, a prompt for every row, and the tokens it makes."""
+    """Sequences to decode: a model, a prompt for every one, and the tokens it makes."""
 
     def __init__(self, subject: Policy, prompts: list[tuple[int, ...]], copies: int, limits: list[int]) -> None:
         self.subject, self.limits = subject, limits
@@ -81,11 +81,11 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
+        """Tokens of all sequences."""
         return sum(self.limits)
 
     def short(self) -> Work:
-        """The same rows, of few tokens."""
+        """The same sequences, of few tokens."""
         few = copy.copy(self)
         few.limits = [min(limit, 8) for limit in self.limits]
         few.requests = [replace(request, limit=8) for request in self.requests]
@@ -103,7 +103,7 @@ class Work:
             return sum(len(sequence.tokens) for sequence in engine.run())
 
     def batch_generate(self) -> int:
-        """mlx-lm's function, given every row's prompt."""
+        """mlx-lm's function, given the prompt of every sequence."""
         made = batch_generate(
             self.subject.model, Endless(self.subject.tokenizer), [list(prompt) for prompt in self.prompts],
             max_tokens=self.limits, sampler=make_sampler(1.0), return_token_ids=True, return_logprobs=True,
@@ -113,7 +113,7 @@ class Work:
         return sum(map(len, made.token_ids))
 
     def prefilled(self) -> int:
-        """mlx-lm's BatchGenerator at its best: a prompt prefilled once, its caches copied, all rows at a time."""
+        """mlx-lm's BatchGenerator at its best: a prompt prefilled once, its caches copied, all sequences at a time."""
         generator = BatchGenerator(
             self.subject.model, sampler=make_sampler(1.0), completion_batch_size=SLOTS, prefill_batch_size=SLOTS
         )
@@ -230,7 +230,7 @@ def step_costs(work: Work, steps: int = 10) -> dict[str, Any]:
 
 
 def _mlx_lm_step(work: Work) -> list[mx.array]:
-    """What BatchGenerator computes in a step: the forward, every row's log-probs of the vocabulary, the draw."""
+    """What BatchGenerator computes in a step: the forward, log-probs of the vocabulary for every row, the draw."""
     model = work.subject.model
     filled = {prompt: prefill(work.subject, [prompt], 2048)[0].caches for prompt in set(work.prompts)}
     layers = zip(*(filled[prompt] for prompt in work.prompts), strict=True)
@@ -336,7 +336,7 @@ def spread(low: int, high: int, count: int) -> list[int]:
 
 
 def cases(model: str | None, names: list[str], repeats: int, tokens: int) -> dict[str, Any]:
-    """Run the cases that were asked for."""
+    """Run the cases of these names."""
     made: dict[str, Any] = {}
     if {"a", "c"} & set(names):
         if model is None:
@@ -347,18 +347,18 @@ def cases(model: str | None, names: list[str], repeats: int, tokens: int) -> dic
         if "a" in names:
             work = Work(subject, prompts, 8, [tokens] * 32)
             made["a"] = interleaved(work, ("mlxrl", "prefilled", "batch_generate"), repeats)
-            made["a"] |= {"step": step_costs(work)}
+            made["a"] |= {"step": step_costs(work, min(10, tokens - 1))}
         if "c" in names:
             work = Work(subject, prompts, 16, spread(8, tokens, 64))
             made["c"] = interleaved(work, ("mlxrl", "prefilled"), repeats)
     short = [tuple(range(20, 20 + n)) for n in (12, 9, 15, 7)]
     for name, maker, copies in (("b", dense, 8), ("d", hybrid, 4)):
         if name in names:
-            work = Work(policy(maker(), tokenizer(), lora=LoRA()), short, copies, [64] * (4 * copies))
+            work = Work(as_policy(maker(), tokenizer(), lora=LoRA()), short, copies, [64] * (4 * copies))
             made[name] = interleaved(work, ("mlxrl", "prefilled"), 3 * repeats)
             made[name] |= {"forwards": forwards(work), "step": step_costs(work)}
     if "d" in names:
-        subject = policy(hybrid(), tokenizer(), lora=LoRA())
+        subject = as_policy(hybrid(), tokenizer(), lora=LoRA())
         made["d"]["prefill"] = hybrid_prefill(subject, 256, repeats)
     return made
 
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--model", default=os.environ.get("MLXRL_SMOLLM2"), help="the .gguf file of cases a and c")
     parser.add_argument("--cases", nargs="+", default=["a", "b", "c", "d"], choices=["a", "b", "c", "d"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a row of cases a and c, at most")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a sequence of cases a and c, at most")
     parser.add_argument("--name", default="rollout")
     arguments = parser.parse_args()
     made = cases(arguments.model, arguments.cases, arguments.repeats, arguments.tokens)

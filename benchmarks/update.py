@@ -6,10 +6,10 @@ Cases:
   head   log-probs of 2,048 positions over 151,936 tokens at width 1,024, forward and backward, against all logits
          at once
   gated  the gated delta rule at 512, 1,024 and 2,048 tokens, forward and backward, against mlx-lm's loop over tokens
-  pass   the gradient of a group of 8 x 64 tokens behind prompts of 150, 400 and 1,000 tokens: every row with its prompt
+  pass   the gradient of a group of 8 x 64 tokens after prompts of 150, 400 and 1,000 tokens: every row with its prompt
          and all its logits; ours in one pass, with recomputation, and with two rows at a time against one prompt
-  step   steps of 2 prompts x 4 attempts x 64 tokens, everything included; the same with every second group flat;
-         active memory over the steps
+  step   steps of 2 prompts x 4 completions x 64 tokens, everything included; the same where every second group has
+         zero variance; active memory over the steps
   depth  peaks against tokens and against layers, with and without recomputation
   long   one row of up to 16,384 tokens of a small dense and a small hybrid model, with recomputation
 
@@ -47,10 +47,10 @@ from mlxrl.policy.head import Head, score  # noqa: E402
 from mlxrl.policy.logprobs import logprobs  # noqa: E402
 from mlxrl.policy.modes import training  # noqa: E402
 from mlxrl.policy.policy import Policy, as_policy, load  # noqa: E402
-from mlxrl.settings import LoRA, Sampling  # noqa: E402
-from mlxrl.train.batch import pack  # noqa: E402
-from mlxrl.train.loop import train  # noqa: E402
-from mlxrl.train.update import gradient  # noqa: E402
+from mlxrl.settings import LoRA, Rollout, Sampling, Train  # noqa: E402
+from mlxrl.train.batch import make_batch  # noqa: E402
+from mlxrl.train.gradient import gradient  # noqa: E402
+from mlxrl.train.loop import run  # noqa: E402
 from mlxrl.types import Group, Logprobs, MicroBatch, Task, Trajectory, Turn  # noqa: E402
 from models import dense, ready, tokenizer  # noqa: E402
 
@@ -103,7 +103,7 @@ def _summary(own: Sequence[dict[str, float]], first: Sequence[dict[str, float]])
 
 
 def head_case(repeats: int, positions: int = 2048, vocabulary: int = 151_936, width: int = 1024) -> dict[str, Any]:
-    """A frozen head, and one with an adapter, whose logits the backward pass makes again."""
+    """A frozen head, and one with an adapter, whose logits the backward pass recomputes."""
     layer = nn.Linear(width, vocabulary, bias=False)
     layer.weight = 0.03 * mx.random.normal((vocabulary, width), key=mx.random.key(0))
     layer.freeze()
@@ -120,7 +120,7 @@ def head_case(repeats: int, positions: int = 2048, vocabulary: int = 151_936, wi
     def ours(hidden: mx.array) -> mx.array:
         return (score(head, hidden, ids)[0] * weigh).sum()
 
-    def again(hidden: mx.array) -> mx.array:
+    def with_entropy(hidden: mx.array) -> mx.array:
         chosen, entropy = score(head, hidden, ids, entropy=True)
         assert entropy is not None
         return ((chosen + 0.01 * entropy) * weigh).sum()
@@ -128,7 +128,7 @@ def head_case(repeats: int, positions: int = 2048, vocabulary: int = 151_936, wi
     ways: dict[str, Way] = {
         "all logits": lambda: mx.grad(plain)(hidden),
         "by chunks": lambda: mx.grad(ours)(hidden),
-        "by chunks, with entropy": lambda: mx.grad(again)(hidden),
+        "by chunks, with entropy": lambda: mx.grad(with_entropy)(hidden),
     }
     return {"positions": positions, "vocabulary": vocabulary, "width": width, **interleaved(ways, repeats, False)}
 
@@ -175,10 +175,10 @@ def pass_case(model: str, prompts: Sequence[int], repeats: int) -> list[dict[str
 
 def _passes(subject: Policy, prompt: int, repeats: int, plain_up_to: int = 400) -> dict[str, Any]:
     algo, group = dr_grpo(), group_of(prompt)
-    whole = pack([group], algo, tokens_per_pass=10**6)
+    whole = make_batch([group], algo, Train(tokens_per_pass=10**6))
     (batch,) = whole
-    pairs = pack([group], algo, tokens_per_pass=prompt + 2 * 64)
-    fours = pack([group], algo, tokens_per_pass=prompt + 4 * 64)
+    pairs = make_batch([group], algo, Train(tokens_per_pass=prompt + 2 * 64))
+    fours = make_batch([group], algo, Train(tokens_per_pass=prompt + 4 * 64))
 
     def plain() -> Any:
         subject.model.train()
@@ -210,24 +210,24 @@ def _every_logit(subject: Policy, batch: MicroBatch) -> Logprobs:
 
 
 def step_case(model: str, steps: int) -> dict[str, Any]:
-    """Whole steps; rewards by the order of attempts, so that what is learned does not change what is run."""
+    """Whole steps; rewards by the order of completions, so that what is learned does not change what is run."""
     subject = load(model, dtype="float32", lora=LoRA(rank=8))
     text = "Tell me, in a few words, what one sees on a walk along the river on a clear day in early spring."
     tasks = [Task(f"{text} Begin with the number {number}.") for number in range(16)]
     sampling = Sampling(max_tokens=64)
 
-    def told_apart(completions: list[str], **_: Any) -> list[float]:
+    def all_vary(completions: list[str], **_: Any) -> list[float]:
         return [float(i % 2) for i in range(len(completions))]
 
-    def half_flat(completions: list[str], **_: Any) -> list[float]:
+    def half_vary(completions: list[str], **_: Any) -> list[float]:
         return [float(i % 2 and i < 4) for i in range(len(completions))]
 
-    out: dict[str, Any] = {"prompts": 2, "attempts": 4, "tokens": 64}
-    for name, reward in (("every group counts", told_apart), ("every second group flat", half_flat)):
+    out: dict[str, Any] = {"prompts": 2, "completions": 4, "tokens": 64}
+    for name, reward in (("every group varies", all_vary), ("every second group has zero variance", half_vary)):
         spent, active, made = [], [], []
         since = time.perf_counter(), time.process_time()
-        for step in train(subject, tasks, dr_grpo(), reward=reward, steps=steps, tasks_per_step=2, group_size=4,
-                          sampling=sampling, optimizer=optim.AdamW(1e-5)):  # fmt: skip
+        for step in run(subject, tasks, dr_grpo(), reward=reward, steps=steps, sampling=sampling,
+                        rollout=Rollout(tasks_per_step=2, group_size=4), optimizer=optim.AdamW(1e-5)):  # fmt: skip
             now = time.perf_counter(), time.process_time()
             spent.append([round(b - a, 3) for a, b in zip(since, now, strict=True)])
             parts = {k: round(v, 3) for k, v in step.metrics.items() if k.startswith("seconds/")}

@@ -1,7 +1,5 @@
 """A training run written with the library's own functions: run it from the root of the repository."""
 
-import mlx.optimizers as optim
-
 import mlxrl as rl
 
 policy = rl.load("examples/arithmetic", lora=rl.LoRA(rank=8))
@@ -12,13 +10,13 @@ def correct(completions, answer, **_):  # TRL's signature, unchanged
     return [float(rl.rewards.last_number(c) == rl.rewards.last_number(a)) for c, a in zip(completions, answer)]
 
 
-algo = rl.grpo(clip=(0.2, 0.28))
-optimizer = optim.AdamW(learning_rate=1.5e-3, bias_correction=True)
-for step, todo in enumerate(rl.cycle(tasks, 8, seed=0)):
-    groups = rl.sample(policy, todo, group_size=8, sampling=rl.Sampling(max_tokens=32), key=step)
+algorithm = rl.grpo(clip=(0.2, 0.28))
+optimizer = rl.make_optimizer(rl.Optimizer(learning_rate=1.5e-3))
+for number, batch in enumerate(rl.cycle(tasks, 8, seed=0)):
+    groups = rl.sample(policy, batch, group_size=8, sampling=rl.Sampling(max_tokens=32), key=number)
     groups = rl.score(groups, correct)
-    metrics = rl.update(policy, optimizer, rl.pack(groups, algo), algo, max_grad_norm=1.0)
-    print(rl.Step(step, metrics, groups))
-    if step == 30:
+    metrics = rl.update(policy, optimizer, rl.make_batch(groups, algorithm), algorithm, max_grad_norm=1.0)
+    print(rl.Step(number, metrics, groups))
+    if number == 30:
         break
 policy.save("runs/loop/adapters")  # mlx_lm.generate --model examples/arithmetic --adapter-path runs/loop/adapters

@@ -25,5 +25,5 @@ def make(*, power=1.0, terms=()):
 if __name__ == "__main__":
     policy = rl.load("examples/arithmetic", lora=rl.LoRA(rank=8))
     tasks = rl.tasks("examples/arithmetic/train.jsonl", prompt="question")
-    for step in rl.train(policy, tasks, make(), reward=rl.rewards.last_number_matches, steps=3):
+    for step in rl.run(policy, tasks, make(), reward=rl.rewards.last_number_matches, steps=3):
         print(step)

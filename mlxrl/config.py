@@ -55,10 +55,16 @@ class Origin:
         return ConfigError("command line" if self._given(path, message) else self.file, *error.parts)
 
     def _given(self, path: Sequence[str], message: str) -> bool:
-        dotted = ".".join(path)
+        places = {".".join(path)}
+        if path[:1] == ["algorithm"]:
+            places.add(".".join(["algorithm", *path[2:]]))  # the recipe's name stands between
+        if path == ["environment", "arguments"]:
+            places.add("environment.factory")  # which they are wrong for
         for key in self.overridden:
             table, _, name = key.rpartition(".")
-            if f"{dotted}.".startswith(f"{key}.") or (table == dotted and f"'{name}'" in message):
+            if any(f"{place}.".startswith(f"{key}.") for place in places):
+                return True
+            if (table in places and f"'{name}'" in message) or (not path and f"[{key.partition('.')[0]}]" in message):
                 return True
         return False
 

@@ -25,7 +25,9 @@ from mlxrl.types import Group, Trajectory
 if TYPE_CHECKING:
     from mlxrl.train.loop import Step
 
-HEADING = "    step   reward  no-signal  length  trunc.    tok/s  rollout   update     peak     left"
+HEADING = "    step   reward  no-signal length trunc.   tok/s  rollout   update     peak"
+LEFT = "     left"
+"""The last column where there is no progress bar: with it lines are wider than 80 columns."""
 HEADING_EVERY = 20
 SAMPLE_WIDTH = 240
 """Characters of a completion that are shown."""
@@ -82,7 +84,7 @@ class Console(Sink):
         if self._started is None:
             self._start(done - 1)
         if len(self._rewards) % HEADING_EVERY == 0:
-            self._print(HEADING, "dim")
+            self._print(HEADING if self._terminal else HEADING + LEFT, "dim")
         self._line(step.metrics, done)
         for warning in step.warnings:
             self._print(f"  step {done}: {safe(warning)}", "yellow")
@@ -138,11 +140,12 @@ class Console(Sink):
         line = Text(f"{f'{done}/{self._steps}':>8} {number(reward):>7} ")
         line.append(mark if self._unicode or mark == " " else {"▲": "+", "▼": "-"}.get(mark, "="), style)
         line.append(
-            f"{groups:>10}{value('completions/mean_length', '.1f'):>8}{value('completions/clipped_ratio', '.0%'):>8}"
-            f"{value('rollout/tokens_per_second', '.0f'):>9}{value('seconds/rollout', '.2f'):>7} s"
+            f"{groups:>10}{value('completions/mean_length', '.1f'):>7}{value('completions/clipped_ratio', '.0%'):>7}"
+            f"{value('rollout/tokens_per_second', '.0f'):>8}{value('seconds/rollout', '.2f'):>7} s"
             f"{value('seconds/update', '.2f'):>7} s{size(float(metrics.get('memory/peak', math.nan))):>9}"
-            f"{duration(left):>9}"
         )
+        if not self._terminal:
+            line.append(f"{duration(left):>9}")
         self._show(line)
 
     def _samples(self, groups: Sequence[Group]) -> None:

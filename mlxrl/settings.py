@@ -280,7 +280,7 @@ class Run:
     checkpoint_every: Annotated[Natural, says("steps between two checkpoints; 0 for none")] = 50
     evaluate_every: Annotated[Natural, says("steps between two evaluations, besides first and last; 0 for none")] = 0
     samples_every: Annotated[Natural, says("steps between two samples on the console; 0 for none")] = 10
-    sinks: Annotated[tuple[Text, ...], says("`file.py:sink`: what else receives every step")] = ()
+    sinks: Annotated[tuple[Text, ...], says("`file.py:name` of what else receives the run; see `runs.sinks`")] = ()
 
 
 @checked("")

@@ -13,8 +13,8 @@ from helpers import a_policy, close, length, micro_batch
 from mlxrl import algo, types
 from mlxrl.algo import KL
 from mlxrl.algo.algorithm import at_step, comparison_of, not_predicted, num_top
-from mlxrl.settings import Sampling
-from mlxrl.train.loop import train
+from mlxrl.settings import Rollout, Sampling
+from mlxrl.train.loop import run
 from mlxrl.types import Group, Logprobs, MicroBatch, Task, Totals
 
 
@@ -32,7 +32,7 @@ def test_effective_sample_size() -> None:
         for rows in (slice(0, 1), slice(1, 2))
     ]
     added = {
-        name: max(p[name] for p in parts) if name.endswith("_max") else sum(p[name] for p in parts) for name in parts[0]
+        name: max(p[name] for p in parts) if name.endswith("/max") else sum(p[name] for p in parts) for name in parts[0]
     }
     shown = algo.finish(added)
     close(
@@ -119,11 +119,11 @@ def by_difficulty(groups: list[Group]) -> list[list[float]]:
     ],
 )
 def test_an_algorithm_that_reads_columns_trains(algorithm: Any) -> None:
-    """Nothing calls it with groups that no task stands behind."""
+    """It is called with groups of tasks alone, so that it may read their columns."""
     tasks = [Task(text, {"difficulty": n + 1.0}) for n, text in enumerate(("one", "two", "three"))]
-    run: dict[str, Any] = {"steps": 1, "tasks_per_step": 2, "group_size": 2, "sampling": Sampling(max_tokens=5)}
-    (step,) = train(a_policy(), tasks, algorithm, reward=length, **run)
+    short: dict[str, Any] = {"steps": 1, "rollout": Rollout(tasks_per_step=2, group_size=2)}
+    (step,) = run(a_policy(), tasks, algorithm, reward=length, sampling=Sampling(max_tokens=5), **short)
     assert math.isfinite(step.metrics["loss"])
     assert step.metrics["updates"] == 1
     with pytest.raises(ValueError, match="learns from rewards; wanted at least one function"):
-        next(train(a_policy(), tasks, algorithm, **run))
+        run(a_policy(), tasks, algorithm, **short)

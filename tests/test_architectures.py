@@ -24,8 +24,10 @@ from mlxrl.policy import gated_delta
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.lora import without_adapters
 from mlxrl.policy.modes import training
-from mlxrl.train.batch import pack
-from mlxrl.train.update import fill, gradient, update
+from mlxrl.settings import Train
+from mlxrl.train.batch import make_batch
+from mlxrl.train.gradient import gradient
+from mlxrl.train.update import complete, update
 from models import moe, ready
 
 EXPERT = [moe, windowed_moe, hybrid_moe, next_moe, kimi]
@@ -52,11 +54,11 @@ def test_values_and_gradients_equal_those_of_a_plain_forward(make, prefix, monke
 
 @pytest.mark.parametrize("make", EXPERT)
 def test_a_step_moves_the_experts_adapters_and_leaves_the_router(make):
-    p, algo = a_policy(make, move=False), grpo(terms=[KL(coefficient=0.1)])
+    p, algorithm = a_policy(make, move=False), grpo(terms=[KL(coefficient=0.1)])
     routers = {n: mx.array(v) for n, v in tree_flatten(p.model.parameters()) if "gate.weight" in n or "router" in n}
     assert routers
-    batch = pack([made([1.0, 0.0, 0.3])], algo)
-    metrics = update(p, optim.SGD(1e-1), batch, algo)
+    batch = make_batch([made([1.0, 0.0, 0.3])], algorithm)
+    metrics = update(p, optim.SGD(1e-1), batch, algorithm)
     assert metrics["updates/skipped"] == 0.0
     assert metrics["kl"] == 0.0  # the reference is the base, and so is a fresh adapter
     moved_leaves = [n for n, v in tree_flatten(p.model.trainable_parameters()) if "lora_b" in n and mx.abs(v).max() > 0]
@@ -77,16 +79,17 @@ def test_the_reference_of_experts_is_the_base_bit_for_bit(make):
 
 
 @pytest.mark.parametrize("make", EVERY)
-def test_a_group_in_chunks_has_the_gradient_of_the_group(make):
-    """Caches of every kind carry the prompt to the chunks, and its gradient back; the reference comes in chunks too."""
-    p, algo = a_policy(make), grpo(terms=[KL(coefficient=0.1)])
+def test_a_group_in_several_passes_has_the_gradient_of_one(make):
+    """Caches of every kind carry the prompt to the passes, and its gradient back; so does the reference."""
+    p, algorithm = a_policy(make), grpo(terms=[KL(coefficient=0.1)])
     group = [made([1.0, 0.0, 0.4], lengths=[6, 6, 6])]
     whole, split = (
-        fill(p, pack(group, algo, tokens_per_pass=tokens), frozenset({"reference"})) for tokens in (None, 97)
+        complete(p, make_batch(group, algorithm, Train(tokens_per_pass=tokens)), algorithm, frozenset({"reference"}))
+        for tokens in (None, 97)
     )
     assert (len(whole), len(split)) == (1, 3)
-    wanted, got = (dict(tree_flatten(gradient(p, batch, algo)[1])) for batch in (whole, split))
-    again = dict(tree_flatten(gradient(p, split, algo, recompute=True)[1]))
+    wanted, got = (dict(tree_flatten(gradient(p, batch, algorithm)[1])) for batch in (whole, split))
+    again = dict(tree_flatten(gradient(p, split, algorithm, recompute=True)[1]))
     tolerance = TOLERANCES.get(make, 2e-5)
     for name, value in wanted.items():
         assert (mx.linalg.norm(got[name] - value) <= tolerance * mx.linalg.norm(value) + 1e-7).item(), name

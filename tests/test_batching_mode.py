@@ -12,7 +12,7 @@ import pytest
 
 from families import FAMILIES, family, table
 from helpers import RAGGED, alone, decode, requests
-from mlxrl.policy.policy import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.batching_mode import check, mode_of
 from mlxrl.rollout.engine import Engine
 from mlxrl.settings import Sampling
@@ -28,15 +28,15 @@ SHORT = Sampling(max_tokens=8, temperature=0.0)
 @pytest.mark.filterwarnings("ignore:.*(output head|batched)")
 def test_greedy_batch_equals_greedy_alone(name):
     """Ragged, chunked by 2, 3 and whole, with a sequence that joins two under way; then extended, ragged again."""
-    p = policy(family(name), tokenizer(), lora=None)
+    p = as_policy(family(name), tokenizer(), lora=None)
     wanted = [alone(p.model, prompt, limit) for prompt, limit in zip(RAGGED, LIMITS, strict=True)]
-    asked = requests(RAGGED, limits=LIMITS, sampling=SHORT)
+    submitted = requests(RAGGED, limits=LIMITS, sampling=SHORT)
     for chunk, rows in ((2, 3), (3, 4), (2048, 3)):
-        got = decode(p, asked, prefill_chunk=chunk, max_rows=rows, compiled=False)
+        got = decode(p, submitted, prefill_chunk=chunk, max_rows=rows, compiled=False)
         assert [one.tokens for one in got] == wanted
     assert check(p) == FALLBACKS.get(name, "ragged")
     with Engine(p, compiled=False) as engine:
-        firsts = [engine.submit(replace(request, keep=True)) for request in asked]
+        firsts = [engine.submit(replace(request, keep=True)) for request in submitted]
         list(engine.run())
         seconds = [engine.extend(one, range(90, 90 + n), limit=2) for one, n in zip(firsts, (3, 0, 5, 1), strict=True)]
         list(engine.run())
@@ -94,15 +94,18 @@ class Unmasked:
 def test_a_model_that_cannot_be_batched_is_found_out_and_decoded_otherwise(sees_own, mode, words):
     model = dense()
     wanted = [alone(model, prompt, 8) for prompt in [*RAGGED, *RAGGED]]
-    p, asked = policy(Blind(model, sees_own), tokenizer(), lora=None), requests([*RAGGED, *RAGGED], sampling=SHORT)
+    p, submitted = (
+        as_policy(Blind(model, sees_own), tokenizer(), lora=None),
+        requests([*RAGGED, *RAGGED], sampling=SHORT),
+    )
     with pytest.warns(UserWarning, match=words):
-        got = decode(p, asked)
+        got = decode(p, submitted)
     assert [one.tokens for one in got] == wanted
-    with warnings.catch_warnings():  # said once
+    with warnings.catch_warnings():  # warned once
         warnings.simplefilter("error")
-        assert [one.tokens for one in decode(p, asked)] == wanted
+        assert [one.tokens for one in decode(p, submitted)] == wanted
     assert mode_of(p) == mode
-    unchecked = decode(p, asked[:4], mode="ragged")
+    unchecked = decode(p, submitted[:4], mode="ragged")
     assert [one.tokens for one in unchecked] != wanted[:4], "it would have been wrong"
 
 
@@ -110,7 +113,7 @@ def test_a_model_that_cannot_be_batched_is_found_out_and_decoded_otherwise(sees_
 @pytest.mark.parametrize("mode", ["equal_length", "single"])
 def test_models_without_slots_take_requests_between_steps_and_extensions(mode):
     """A request waits until all that decode have ended; an extension is prefilled as a whole."""
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     first, second, third = requests([(20, 21, 22), (30, 31, 32), (20, 21, 22)], limits=[4, 6, 5], keep=True)
     with Engine(p, mode=mode) as engine:
         sequences = [engine.submit(first), engine.submit(second)]

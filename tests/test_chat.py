@@ -11,7 +11,7 @@ from models import TEMPLATE, tokenizer
 from worlds import NEWLINE, TRIMMED, words
 
 
-def said(tok, text, *end):
+def ids_of(tok, text, *end):
     return (*tok.encode(text, add_special_tokens=False), *(tok.convert_tokens_to_ids(token) for token in end))
 
 
@@ -47,12 +47,12 @@ def test_prompts_that_cannot_be_rendered_are_a_line():
 def test_a_sampled_stop_token_of_the_template_is_not_written_twice():
     """And what a template writes after it is: then the sequence is the rendering of the whole conversation."""
     tok = words()
-    prompt, turn = added(tok, said(tok, "yes", "<end>"))
+    prompt, turn = added(tok, ids_of(tok, "yes", "<end>"))
     assert tok.decode(turn.ids) == "\n<user>more<end>\n<assistant>"
     chat = [{"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("user", "more"))]
-    assert (*prompt, *said(tok, "yes", "<end>"), *turn.ids) == render(tok, Task(tuple(chat)))
+    assert (*prompt, *ids_of(tok, "yes", "<end>"), *turn.ids) == render(tok, Task(tuple(chat)))
     assert not turn.history_rewritten
-    again = continue_chat(tok, turn, said(tok, "no", "<end>"), sorted(tok.eos_token_ids), "last")
+    again = continue_chat(tok, turn, ids_of(tok, "no", "<end>"), sorted(tok.eos_token_ids), "last")
     assert tok.decode(again.ids) == "\n<user>last<end>\n<assistant>"
     assert again.messages[3]["content"] == "no"
 
@@ -72,7 +72,7 @@ def test_a_sampled_stop_token_of_the_template_is_not_written_twice():
 )
 def test_what_stands_after_a_reply_is_appended(template, reply, end, wanted):
     tok = words(template, ("<end>", "<eos>"))
-    _, turn = added(tok, said(tok, reply, *end))
+    _, turn = added(tok, ids_of(tok, reply, *end))
     assert (tok.decode(turn.ids), turn.history_rewritten) == (wanted, False)
 
 
@@ -80,22 +80,35 @@ def test_what_stands_after_a_reply_is_appended(template, reply, end, wanted):
 def test_a_rewritten_history_is_a_whole_new_prompt(thinking):
     """The prompt opens a block of thinking, or closes it, which is dropped once there is a further message."""
     tok = words(TEMPLATE)
-    _, turn = added(tok, said(tok, "hm</think>yes", "<end>"), thinking=thinking)
+    _, turn = added(tok, ids_of(tok, "hm</think>yes", "<end>"), thinking=thinking)
     chat = [{"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "hm</think>yes"), ("user", "more"))]
     assert turn.history_rewritten
     assert turn.ids == render(tok, Task(tuple(chat)), thinking=thinking)
 
 
+def test_a_rewritten_history_ends_in_the_answer_and_its_marks():
+    """The template drops what was thought, so the second prompt is a new one; it ends in the answer and its marks."""
+    tok = tokenizer()
+    start = start_chat(tok, "one?")
+    reply = ids_of(tok, "<think>so</think>1")
+    turn = continue_chat(tok, start, reply, (), "two?")
+    assert turn.history_rewritten
+    assert tok.decode(turn.ids[-turn.new_suffix :]) == "two?<end><assistant><think>"
+    messages = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
+    turn = continue_chat(tok, start, reply, (), messages)
+    assert tok.decode(turn.ids[-turn.new_suffix :]) == "a<end><tool>b<end><assistant><think>"
+
+
 def test_observations_may_be_messages():
     tok = words()
     messages = [{"role": "system", "content": "result"}, {"role": "user", "content": "go on"}]
-    _, turn = added(tok, said(tok, "yes", "<end>"), observation=messages)
+    _, turn = added(tok, ids_of(tok, "yes", "<end>"), observation=messages)
     assert tok.decode(turn.ids) == "\n<system>result<end>\n<user>go on<end>\n<assistant>"
 
 
 def test_without_a_template_the_text_is_appended():
     tok = words(None)
-    turn = continue_chat(tok, Chat(), said(tok, "yes", "<eos>"), [2], "more")
+    turn = continue_chat(tok, Chat(), ids_of(tok, "yes", "<eos>"), [2], "more")
     assert (tok.decode(turn.ids), turn.history_rewritten) == ("more", False)
     with pytest.raises(PromptError, match="no chat template; wanted a string, got messages"):
-        continue_chat(tok, Chat(), said(tok, "yes"), [2], [{"role": "user", "content": "more"}])
+        continue_chat(tok, Chat(), ids_of(tok, "yes"), [2], [{"role": "user", "content": "more"}])

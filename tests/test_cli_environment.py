@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from pathlib import Path
 
 import pytest
 
+from helpers import EXAMPLE
 from mlxrl.cli import main
 from mlxrl.files import read_lines
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic"
 
 CONFIG = f"""
 steps = 2
@@ -88,7 +86,7 @@ def test_a_run_with_an_environment(folder, capsys):
     assert main(["train", "--config", "run.toml"]) == 0
     out, run = capsys.readouterr().out, folder / "out/run"
     assert "environment  worlds.py:Sum(tries=2), at most 3 turns" in out
-    assert "3 prompts x 4 completions = 12 rows of at most 16 tokens a turn, 1 update" in out
+    assert "3 prompts x 4 completions = 12 completions of at most 16 tokens a turn, 1 update" in out
     lines, samples = read_lines(run / "metrics.jsonl"), read_lines(run / "samples.jsonl")
     assert all(1 <= line["episodes/turns"] <= 2 and line["episodes/errors"] == 0 for line in lines)
     assert all(line["stops/done"] == 1.0 for line in lines)
@@ -132,15 +130,18 @@ def test_environments_that_fail_are_shown_once_a_step(folder, capsys):
 @pytest.mark.parametrize(
     ("setting", "piece"),
     [
-        ("factory=worlds.py:Nothing", "environment: 'worlds.py:Nothing': worlds.py has no 'Nothing'; did you mean"),
+        (
+            "factory=worlds.py:Nothing",
+            "environment: factory: 'worlds.py:Nothing': worlds.py has no 'Nothing'; did",
+        ),
         ("factory=nowhere.py:Sum", "environment: factory: no file 'nowhere.py' beside the config"),
-        ("factory=worlds.py", "environment: factory: 'worlds.py': wanted 'module:Class' or 'file.py:Class'"),
+        ("factory=worlds.py", "environment: factory: 'worlds.py': wanted 'module:name' or 'file.py:name'"),
         ("factory=worlds.py:nothing", "wanted a class or a function that makes an environment, got 3"),
         ("factory=bad.py:Sum", "bad.py:Sum': cannot be imported: ZeroDivisionError: division by zero"),
         ("arguments={trys=2}", "arguments: got an unexpected keyword argument 'trys'; did you mean 'tries'?"),
         ("arguments={tries=2, colour=1}", "unexpected keyword argument 'colour'; it takes tries, text"),
         ("arguments.text=raise", "environment: failed in each of 8 episodes: reset: KeyError: 'no table'"),
-        ("max_turns=0", "environment: max_turns: wanted at least 1, got 0"),
+        ("max_turns=0", "environment: max_turns: wanted a whole number of at least 1, got 0"),
         ("max_turn=3", "environment: unknown key 'max_turn'; did you mean 'max_turns'?"),
         ("factory=worlds.py:Other", "command line: environment: arguments: got an unexpected keyword argument 'tries'"),
         ("arguments.trys=2", "command line: environment: arguments: got an unexpected keyword argument 'trys'; did"),

@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from helpers import GREEDY, RAGGED, counted, decode, requests
-from mlxrl.policy.policy import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.batching_mode import mode_of
 from mlxrl.rollout.compiled_step import DecodeSession, Slots
 from mlxrl.rollout.engine import Engine
@@ -23,7 +23,7 @@ from models import dense, hybrid, tokenizer
 def test_the_graph_of_a_hybrid_models_caches_does_not_grow(tmp_path, compiled):
     """Equal prompts, 300 steps, 100 where they are slow: nothing is deferred from one step to the next."""
     layers, steps = 4, 300 if compiled else 100
-    p = policy(hybrid(layers), tokenizer(), lora=None)
+    p = as_policy(hybrid(layers), tokenizer(), lora=None)
     with Engine(p) as engine:
         sequences = [engine.submit(request) for request in requests(RAGGED[:1], 3, None, Sampling(max_tokens=400))]
     rows = Slots(DecodeSession(p, compiled=compiled), sequences[0].rules, 3, slotted=True)
@@ -46,7 +46,7 @@ def test_the_graph_of_a_hybrid_models_caches_does_not_grow(tmp_path, compiled):
 
 def test_a_step_is_traced_once_for_all_rollouts_of_its_settings():
     """The trunk of a compiled step is called where it is traced; the second rollout calls that of its prefill alone."""
-    p, shapes = counted(policy(dense(), tokenizer(), lora=None))
+    p, shapes = counted(as_policy(dense(), tokenizer(), lora=None))
     mode_of(p)
     shapes.clear()
     decode(p, requests(RAGGED[:2]))
@@ -59,7 +59,7 @@ def test_a_step_is_traced_once_for_all_rollouts_of_its_settings():
 
 
 def test_a_step_that_cannot_be_compiled_is_not(monkeypatch):
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     wanted = [one.tokens for one in decode(p, requests(RAGGED), compiled=False)]
 
     def refuse(*arguments):
@@ -69,11 +69,11 @@ def test_a_step_that_cannot_be_compiled_is_not(monkeypatch):
         patched.setattr(mx, "compile", lambda function: refuse)
         with pytest.warns(UserWarning, match="decoding is not compiled: no graph"):
             assert [one.tokens for one in decode(p, requests(RAGGED))] == wanted
-    assert [one.tokens for one in decode(p, requests(RAGGED))] == wanted  # said once
+    assert [one.tokens for one in decode(p, requests(RAGGED))] == wanted  # warned once
 
 
 def test_a_policy_that_is_dropped_takes_its_steps_with_it():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     decode(p, requests(RAGGED, sampling=GREEDY))
     model = weakref.ref(p.model)
     del p

@@ -1,143 +1,143 @@
-"""Dynamic sampling: which tasks a step asks, and what it does when none of them teaches anything."""
+"""What is drawn, from what, and with what log-prob."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import math
 
 import mlx.core as mx
-import mlx.optimizers as optim
+import numpy as np
 import pytest
 
-from helpers import a_policy, flat
-from mlxrl import algo
-from mlxrl.rollout.draw import fold
-from mlxrl.settings import Sampling
-from mlxrl.train.loop import train
-from mlxrl.train.resample import draw, draw_key, further_tasks
-from mlxrl.types import Task, Trajectory
-
-TASKS = [Task(name) for name in "abcdefghijklmnop"]
+from mlxrl.policy.policy import as_policy
+from mlxrl.rollout.draw import draw, fold, key_of, sequence_keys
+from mlxrl.rollout.sample import sample
+from mlxrl.settings import LoRA, Sampling
+from mlxrl.types import Task
+from models import dense, tokenizer
 
 
-def asked(teaching: str) -> tuple[Any, list[str]]:
-    """A function that asks tasks, of which those in `teaching` are answered right and wrong, and what it was asked."""
-    seen: list[str] = []
-
-    def ask(tasks: Any, number: int) -> Any:
-        assert number == len(seen)
-        seen.append("".join(task.prompt for task in tasks))
-        return [tuple(Trajectory(task, (), r) for r in (1.0, float(task.prompt not in teaching))) for task in tasks]
-
-    return ask, seen
+def keys(count: int, seed: int = 0) -> mx.array:
+    return fold(key_of(seed, 0)[None], mx.arange(count))
 
 
-def names(groups: Any) -> str:
-    return "".join(group[0].task.prompt for group in groups)
+@pytest.mark.parametrize("vocabulary", [3, 13, 40, 64])
+def test_draws_follow_the_tempered_distribution(vocabulary):
+    """chi^2 of 20,000 draws; 13 has no blocks of equal size."""
+    count = 20_000
+    one = 1.5 * mx.random.normal((vocabulary,), key=mx.random.key(1))
+    wanted = np.array(mx.softmax(one / 0.7), np.float64)
+    drawn, _ = draw(mx.broadcast_to(one, (count, vocabulary)), keys(count), Sampling(temperature=0.7))
+    seen = np.bincount(np.array(drawn.tokens), minlength=vocabulary)
+    chi = ((seen - count * wanted) ** 2 / (count * wanted)).sum()
+    assert chi < vocabulary - 1 + 4 * math.sqrt(2 * vocabulary)
+    assert np.allclose(drawn.logprobs, np.log(wanted)[np.array(drawn.tokens)], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("teaching", "most", "seen", "kept"),
-    [
-        ("abcd", 9, ["abcd"], "abcd"),
-        ("ac", 1, ["abcd"], "abcd"),  # one draw: what comes is kept, silent or not
-        ("acfh", 9, ["abcd", "efgh"], "acfh"),  # 2 of 4 had a signal: 2 missing groups take 4 tasks
-        ("acefgh", 9, ["abcd", "efgh"], "acef"),  # more than the step needs: the last are left out
-        ("abcg", 9, ["abcd", "ef", "gh"], "abcg"),  # 3 of 4, 1 missing: 4/3; then 3 of 6: 2
-        ("ajk", 3, ["abcd", "efgh", "ijkl"], "ajk"),  # the bound is reached: what is there counts
-        ("", 9, ["abcd", "efgh", "ijkl", "mnop"], ""),  # the tasks are at an end
-    ],
-)
-def test_tasks_are_drawn_until_the_step_has_its_groups(teaching, most, seen, kept):
-    ask, found = asked(teaching)
-    drawn = draw(ask, TASKS[:4], iter(TASKS[4:]), most)
-    assert (found, names(drawn.groups), drawn.draws) == (seen, kept, len(seen))
-    assert names(drawn.asked) == "".join(seen)
+def test_log_probs_by_hand():
+    logits = mx.broadcast_to(mx.log(mx.array([0.5, 0.25, 0.25])), (20_000, 3))
+    drawn, _ = draw(logits, keys(20_000), Sampling(temperature=0.5))
+    # p ^ (1 / 0.5) = 1/4, 1/16, 1/16, which sums to 3/8: probabilities 2/3, 1/6, 1/6
+    assert abs((drawn.tokens == 0).mean().item() - 2 / 3) < 0.01
+    assert abs(drawn.logprobs.max().item() - math.log(2 / 3)) < 1e-5
+    # Greedy decoding reports log-probs at temperature 1.
+    assert abs(draw(logits[:1], keys(1), Sampling(temperature=0.0))[0].logprobs.item() - math.log(0.5)) < 1e-6
 
 
-def test_further_tasks_are_the_others_in_an_order_of_the_seed_and_the_step():
-    todo = TASKS[3:6]
-    order = names([[Trajectory(task, ())] for task in further_tasks(TASKS, todo, 0, 7)])
-    assert sorted(order) == [name for name in "abcdefghijklmnop" if name not in "def"]
-    assert order == "".join(task.prompt for task in further_tasks(TASKS, todo, 0, 7))
-    others = ["".join(t.prompt for t in further_tasks(TASKS, todo, *at)) for at in ((0, 8), (1, 7))]
-    assert len({order, *others}) == 3
+def test_draws_of_a_row_over_time_are_independent():
+    """The next token's noise has nothing to do with this one's: pairs of fair coins are uniform."""
+    logits = mx.zeros((20_000, 2))
+    first, following = draw(logits, keys(20_000), Sampling())
+    second, _ = draw(logits, following, Sampling())
+    pairs = np.bincount(2 * np.array(first.tokens) + np.array(second.tokens), minlength=4)
+    assert np.abs(pairs / 20_000 - 0.25).max() < 0.015
 
 
-def test_keys_of_draws_are_none_of_a_rollout():
-    """A rollout makes keys of tasks from the step's, and keys of rows from those."""
-    first = draw_key(3, 5, 0)
-    tasks = fold(first[None], mx.arange(64))
-    rows = [fold(mx.repeat(key[None], 32, axis=0), mx.arange(32)) for key in tasks]
-    taken = {tuple(key) for key in mx.concatenate([tasks, *rows]).tolist()}
-    later = {tuple(draw_key(3, 5, number).tolist()) for number in range(1, 9)}
-    assert len(later) == 8
-    assert not later & taken
+def test_a_token_without_probability_is_never_drawn():
+    """Half of the vocabulary is ruled out, the first and last tokens of blocks among it, from peaked to flat."""
+    allowed = mx.arange(320) % 2 == 1
+    for scale in (0.0, 3.0, 30.0, 300.0):
+        logits = mx.where(allowed, scale * mx.random.normal((4000, 320), key=mx.random.key(3)), -mx.inf)
+        drawn, _ = draw(logits, keys(4000), Sampling())
+        assert (drawn.tokens % 2 == 1).all().item()
+        assert mx.isfinite(drawn.logprobs).all().item()
 
 
-def picky(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
-    """Only tasks of an even number tell attempts apart, by their order."""
-    return [float(place % 2) if int(prompt) % 2 == 0 else 0.5 for place, prompt in enumerate(prompts)]
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 320, 1000])
+@pytest.mark.parametrize("min_p", [0.0, 0.5, 1.0])
+def test_filters_keep_the_most_likely_and_what_they_promise(temperature, top_p, top_k, min_p):
+    logits = 4 * mx.random.normal((64, 320), key=mx.random.key(0))
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    drawn, _ = draw(logits, keys(64, 1), sampling)
+    probabilities = np.array(mx.softmax(logits / sampling.softmax_temperature, axis=-1), np.float64)
+    chosen = np.take_along_axis(probabilities, np.array(drawn.tokens)[:, None], 1)
+    assert np.allclose(drawn.logprobs, np.log(chosen[:, 0]), atol=1e-4), "log-probs are those before the filters"
+    larger = np.where(probabilities > chosen, probabilities, 0)
+    if temperature == 0:
+        assert (larger == 0).all()
+    if top_k:
+        assert ((larger > 0).sum(1) < top_k).all()
+    assert (larger.sum(1) < top_p + 1e-6).all(), "no more than top_p lies above what is drawn"
+    assert (chosen[:, 0] >= min_p * probabilities.max(1) * (1 - 1e-5)).all()
+    if drawn.filtered_mass is None:
+        assert top_p == 1
+        assert top_k == 0
+        assert min_p == 0
+    else:
+        assert (drawn.filtered_mass < 1 - probabilities.max(1) + 1e-5).all().item(), "the most likely is kept"
 
 
-def run(p: Any, start: int = 0, steps: int = 3, **more: Any) -> list[Any]:
-    settings: dict[str, Any] = {
-        "reward": picky, "tasks_per_step": 4, "group_size": 2, "max_draws": 6, "sampling": Sampling(max_tokens=4),
-        "optimizer": optim.SGD(0.0), "max_rows": 64,
-    }  # fmt: skip
-    tasks = [Task(str(number)) for number in range(20)]
-    return list(train(p, tasks, algo.dapo(), start=start, steps=steps, **{**settings, **more}))
+def test_filtered_mass_by_hand():
+    logits = mx.log(mx.array([[0.4, 0.3, 0.2, 0.1]]))
+    for sampling, lost in (
+        (Sampling(top_k=3), 0.1),
+        (Sampling(top_p=0.5), 0.3),  # 0.4 lies above the second token, 0.7 above the third
+        (Sampling(min_p=0.5), 0.1),  # at least half of 0.4
+        (Sampling(top_k=2, top_p=0.5), 0.6),  # of 4/7 and 3/7, the second has more than half above it
+        (Sampling(temperature=0.5, top_k=1), 1 - 16 / 30),  # squares: 16, 9, 4, 1 of 30
+    ):
+        drawn, _ = draw(logits, keys(1), sampling)
+        assert abs(drawn.filtered_mass.item() - lost) < 1e-6
+    assert draw(logits, keys(1), Sampling())[0].filtered_mass is None
 
 
-def test_a_run_refills_its_steps_and_can_start_anywhere():
-    p = a_policy(move=False)
-    whole = run(p)
-    for step in whole:
-        assert [int(group[0].task.prompt) % 2 for group in step.groups] == [0] * 4
-        asked = step.metrics["groups/sampled"]
-        assert step.metrics["groups/used"] == 4
-        assert step.metrics["groups/zero_variance"] >= asked - 4 - 3
-        assert step.metrics["rollout/tokens"] >= sum(one.length for group in step.groups for one in group)
-    assert any(step.metrics["rollout/rounds"] > 1 for step in whole)
-    # The reward is that of everything asked: 0.5 throughout, and not of the groups that were kept alone.
-    assert all(step.metrics["reward"] == 0.5 for step in whole)
-    (last,) = run(p, start=2)
-    assert [t.turns for group in last.groups for t in group] == [t.turns for group in whole[2].groups for t in group]
+def test_the_filtered_mass_makes_a_filtered_draws_log_prob():
+    """log-prob less log(1 - filtered_mass) is that of the distribution the token came from."""
+    sampling = Sampling(top_k=2)
+    logits = mx.broadcast_to(mx.log(mx.array([0.4, 0.3, 0.2, 0.1])), (20_000, 4))
+    drawn, _ = draw(logits, keys(20_000), sampling)
+    share = (drawn.tokens == 0).mean().item()
+    own = mx.exp(drawn.logprobs - mx.log(1 - drawn.filtered_mass))
+    assert abs(own.max().item() - 4 / 7) < 1e-5
+    assert abs(share - 4 / 7) < 0.015
 
 
-def test_groups_that_were_drawn_again_are_the_whole_step():
-    """The denominators count what is kept: a step of the same groups without refilling has the same gradient."""
-    one = run(a_policy(), steps=1, optimizer=optim.SGD(1.0))[0]
-    other = run(a_policy(), steps=1, max_draws=1)[0]
-    assert one.metrics["groups/used"] == 4
-    assert other.metrics["groups/used"] == other.metrics["groups/sampled"] == 4
-    assert one.metrics["advantages/abs_mean"] > other.metrics["advantages/abs_mean"]
-    # Rewards 0 and 1 of a pair: (1 - 0.5) / (0.7071 + 1e-6), on every token of every row
-    assert one.metrics["advantages/abs_mean"] == pytest.approx(0.5 / (0.5**0.5 + 1e-6), rel=1e-5)
+def test_top_ids_are_the_most_likely_with_their_log_probs():
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
+    sampling = Sampling(max_tokens=6, temperature=0.8, num_top=5, top_k=3)
+    (group,) = sample(p, [Task("hello")], group_size=3, sampling=sampling, key=2)
+    for trajectory in group:
+        (turn,) = trajectory.turns
+        ids = mx.array([[*turn.observation, *turn.tokens]])
+        logits = p.model(ids)[0, len(turn.observation) - 1 : -1] / 0.8
+        own = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        for place, row in enumerate(own):
+            order = np.argsort(-row)[:5]
+            assert turn.details.top_ids[place] == tuple(order)
+            assert np.allclose(turn.details.top_logprobs[place], row[order], atol=1e-4)
+            assert turn.tokens[place] in order[:3]
+    assert draw(mx.zeros((2, 3)), keys(2), Sampling(num_top=9))[0].top_ids.shape == (2, 3)
+    (turn,) = sample(p, [Task("hello")], group_size=1, sampling=Sampling(max_tokens=2))[0][0].turns
+    assert turn.details.top_ids is None
+    assert turn.details.filtered_mass is None
 
 
-def test_a_step_without_signal_ends_and_the_run_goes_on():
-    p, optimizer = a_policy(), optim.Adam(0.1)
-    before = {name: mx.array(leaf) for name, leaf in flat(p.model.trainable_parameters()).items()}
-    steps = run(p, steps=2, reward=lambda completions, **_: [1.0] * len(completions), max_draws=2, optimizer=optimizer)
-    for step in steps:
-        assert step.groups == ()
-        assert (step.metrics["updates"], step.metrics["rollout/rounds"]) == (0, 2)
-        assert step.metrics["groups/zero_variance"] == step.metrics["groups/sampled"] == 8
-        assert str(step).startswith(f"step {step.index}  reward 1.000  silent groups 8 of 8")
-    assert all(mx.array_equal(leaf, before[name]) for name, leaf in flat(p.model.trainable_parameters()).items())
-
-
-def test_refilling_looks_at_rewards_before_they_are_shaped():
-    """Attempts that are all wrong do not become a signal because one of them is longer."""
-
-    def shape(groups: Any) -> Any:
-        return [tuple(dataclasses.replace(t, reward=t.reward + n) for n, t in enumerate(group)) for group in groups]
-
-    (step,) = run(a_policy(), steps=1, shape=shape)
-    assert [int(group[0].task.prompt) % 2 for group in step.groups] == [0] * 4
-    assert [t.reward for t in step.groups[0]] == [0.0, 2.0]
-    with pytest.raises(ValueError, match="max_draws has no effect, because opd does not look at rewards"):
-        next(train(a_policy(), TASKS, algo.opd(), steps=1, max_draws=2, teacher="base"))
-    with pytest.raises(ValueError, match="shape has no effect"):
-        next(train(a_policy(), TASKS, algo.opd(), steps=1, shape=shape, teacher="base"))
+def test_keys_of_sequences_depend_on_nothing_else():
+    """Sequence r of task i: made of (base, i, r) alone, so more tasks or larger groups change nobody's."""
+    few, many = sequence_keys(key_of(3, 1), 2, 3), sequence_keys(key_of(3, 1), 5, 7)
+    for task in range(2):
+        for row in range(3):
+            assert few[3 * task + row].tolist() == many[7 * task + row].tolist()
+    assert len({tuple(key) for key in many.tolist()}) == 35
+    assert sequence_keys(key_of(0, 0), 0, 4).shape == (0, 2)

@@ -12,15 +12,15 @@ import pytest
 
 from helpers import BARE, GREEDY, RAGGED, alone, counted, decode, decoded, moved, requests
 from mlxrl.errors import UserError
-from mlxrl.policy.lora import LoRA, without_adapters
+from mlxrl.policy.lora import without_adapters
 from mlxrl.policy.modes import decoding
-from mlxrl.policy.policy import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.batching_mode import mode_of
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.kv_cache import SlotCache
 from mlxrl.rollout.sequence import Request, Sequence
-from mlxrl.settings import Sampling
+from mlxrl.settings import LoRA, Sampling
 from models import dense, hybrid, moe, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("error:.*(is not compiled|decode together|one by one)")
@@ -37,7 +37,7 @@ def quantised():
 @pytest.mark.parametrize("make", [*MODELS, quantised])
 def test_greedy_batch_equals_greedy_alone_for_ragged_prompts(make):
     """However sequences are batched, chunked and compiled; a slot is taken over while others are under way."""
-    p = policy(make(), tokenizer(), lora=LoRA())
+    p = as_policy(make(), tokenizer(), lora=LoRA())
     moved(p)
     assert mode_of(p) == "ragged"
     limits = [12, 4, 7, 12, 12, 9, 2, 12]
@@ -54,26 +54,26 @@ def test_greedy_batch_equals_greedy_alone_for_ragged_prompts(make):
 
 @pytest.mark.parametrize("make", MODELS)
 def test_a_sequences_tokens_do_not_depend_on_its_neighbours(make):
-    p = policy(make(), tokenizer(), lora=LoRA())
-    asked = requests(RAGGED, 3, sampling=Sampling(max_tokens=8), stop_ids=tuple(range(9)))
-    together = decode(p, asked)
-    backwards = decode(p, asked[::-1], max_rows=5)[::-1]
-    single = [decode(p, [request])[0] for request in asked]
+    p = as_policy(make(), tokenizer(), lora=LoRA())
+    submitted = requests(RAGGED, 3, sampling=Sampling(max_tokens=8), stop_ids=tuple(range(9)))
+    together = decode(p, submitted)
+    backwards = decode(p, submitted[::-1], max_rows=5)[::-1]
+    single = [decode(p, [request])[0] for request in submitted]
     tokens = [one.tokens for one in together]
     assert tokens == [one.tokens for one in single] == [one.tokens for one in backwards]
     for one, other in zip(together, single, strict=True):
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
-    assert len(set(map(tuple, tokens))) == len(asked), "sequences of one prompt must differ"
+    assert len(set(map(tuple, tokens))) == len(submitted), "sequences of one prompt must differ"
 
 
 def test_a_thousand_sequences_are_the_same_alone_in_any_batch_and_in_any_order():
-    p = policy(dense(hidden_size=32, num_hidden_layers=1), tokenizer(), lora=None)
+    p = as_policy(dense(hidden_size=32, num_hidden_layers=1), tokenizer(), lora=None)
     prompts = [tuple(range(20 + i, 30 + 2 * i)) for i in range(10)]
-    asked = requests(prompts, 100, sampling=Sampling(max_tokens=4), stop_ids=tuple(range(0, 320, 8)))
+    submitted = requests(prompts, 100, sampling=Sampling(max_tokens=4), stop_ids=tuple(range(0, 320, 8)))
     order = random.Random(0).sample(range(1000), 1000)
-    single = decode(p, asked, max_rows=1)
-    batched = decode(p, asked, max_rows=64)
-    shuffled = decode(p, [asked[i] for i in order], max_rows=29)
+    single = decode(p, submitted, max_rows=1)
+    batched = decode(p, submitted, max_rows=64)
+    shuffled = decode(p, [submitted[i] for i in order], max_rows=29)
     back = sorted(zip(order, shuffled, strict=True), key=lambda pair: pair[0])
     for one, other, (_, third) in zip(single, batched, back, strict=True):
         assert one.tokens == other.tokens == third.tokens
@@ -83,7 +83,7 @@ def test_a_thousand_sequences_are_the_same_alone_in_any_batch_and_in_any_order()
 
 
 def test_sequences_come_out_as_they_end():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     with Engine(p) as engine:
         sequences = [engine.submit(request) for request in requests(RAGGED[:1], 3, [9, 2, 5])]
         assert [len(one.tokens) for one in engine.run()] == [2, 5, 9]
@@ -93,7 +93,7 @@ def test_sequences_come_out_as_they_end():
 
 
 def test_every_stop_id_ends_a_sequence_and_is_kept():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     plain = decode(p, requests(RAGGED[:1]))[0].tokens
     stop_ids = (plain[2], 319)
     (one,) = decode(p, requests(RAGGED[:1], stop_ids=stop_ids))
@@ -104,7 +104,7 @@ def test_every_stop_id_ends_a_sequence_and_is_kept():
 
 def test_a_compiled_step_uses_the_weights_as_they_are():
     """Weights that training has moved, and layers that were swapped, are seen by the next engine."""
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
 
     def tokens(**options):
         return [one.tokens for one in decode(p, requests(RAGGED, 2), **options)]
@@ -124,7 +124,7 @@ def test_a_compiled_step_uses_the_weights_as_they_are():
 
 def test_forwards_are_those_that_are_needed():
     """One prefill a prompt and chunk, a step for each token but the last of the longest; slots dropped at a quarter."""
-    p, shapes = counted(policy(dense(), tokenizer(), lora=LoRA()))
+    p, shapes = counted(as_policy(dense(), tokenizer(), lora=LoRA()))
     ends = [3, 7, 12, 20]
     prompts = [prompt for prompt in RAGGED if len(prompt) > 1] + [tuple(range(60, 64))]
     decode(p, requests(prompts, 4, ends * 4, Sampling(max_tokens=20)), prefill_chunk=4, **BARE)
@@ -137,7 +137,7 @@ def test_forwards_are_those_that_are_needed():
 
 
 def test_nothing_is_decoded_after_the_last_stop_but_the_step_that_was_ahead():
-    p, shapes = counted(policy(dense(), tokenizer(), lora=LoRA()))
+    p, shapes = counted(as_policy(dense(), tokenizer(), lora=LoRA()))
     out = decode(p, requests(RAGGED[:3], 4, None, Sampling(max_tokens=100), tuple(range(0, 320, 5))), **BARE)
     longest = max(len(one.tokens) for one in out)
     assert {one.stop for one in out} == {"eos"}
@@ -153,7 +153,7 @@ def test_free_slots_are_taken_while_others_are_under_way(monkeypatch):
     """
     copies, read = [], SlotCache.read
     monkeypatch.setattr(SlotCache, "read", lambda self, slots, *rest: copies.append(slots) or read(self, slots, *rest))
-    p, shapes = counted(policy(dense(), tokenizer(), lora=LoRA()))
+    p, shapes = counted(as_policy(dense(), tokenizer(), lora=LoRA()))
     limits = [2 + (5 * i) % 16 for i in range(64)]
     out = decode(p, requests(RAGGED[:2], 32, limits, Sampling(max_tokens=32)), max_rows=8, **BARE)
     assert [len(one.tokens) for one in out] == limits
@@ -165,14 +165,14 @@ def test_free_slots_are_taken_while_others_are_under_way(monkeypatch):
 
 
 def test_the_last_token_is_not_run_through_the_model():
-    p, shapes = counted(policy(dense(), tokenizer(), lora=LoRA()))
+    p, shapes = counted(as_policy(dense(), tokenizer(), lora=LoRA()))
     decode(p, requests(RAGGED[:1], 2, None, Sampling(max_tokens=6)), **BARE)
     assert shapes == [(1, 5)] + [(2, 1)] * 5
 
 
 @pytest.mark.parametrize("stop_ids", [(), tuple(range(320))])
 def test_completions_of_one_token(stop_ids):
-    p, shapes = counted(policy(dense(), tokenizer(), lora=LoRA()))
+    p, shapes = counted(as_policy(dense(), tokenizer(), lora=LoRA()))
     sampling = Sampling(max_tokens=9 if stop_ids else 1)
     out = decode(p, requests(RAGGED[:1], 3, None, sampling, stop_ids), max_rows=2, **BARE)
     assert [(len(one.tokens), len(one.logprobs)) for one in out] == [(1, 1)] * 3
@@ -186,22 +186,22 @@ def test_completions_of_one_token(stop_ids):
 @pytest.mark.parametrize("make", MODELS)
 def test_requests_may_come_between_steps(make):
     """Each is drawn as it would be alone, and slots are added as requests come: 1, then 2, then 4 of at most 5."""
-    p = policy(make(), tokenizer(), lora=None)
-    asked = requests([*RAGGED, *RAGGED], limits=[12, 9, 12, 7, 3, 12, 5, 8])
+    p = as_policy(make(), tokenizer(), lora=None)
+    submitted = requests([*RAGGED, *RAGGED], limits=[12, 9, 12, 7, 3, 12, 5, 8])
     merged, shapes = counted(p)
     with Engine(merged, max_rows=5, compiled=False, mode="ragged") as engine:
         sequences = []
-        for request in asked:
+        for request in submitted:
             sequences.append(engine.submit(request))
             engine.step()
         list(engine.run())
-    assert [one.tokens for one in sequences] == [alone(p.model, r.prompt, r.limit or 0) for r in asked]
+    assert [one.tokens for one in sequences] == [alone(p.model, r.prompt, r.limit or 0) for r in submitted]
     steps = [rows for rows in decoded(shapes) if rows > 1]
     assert (steps[:3], max(steps)) == ([2, 4, 5], 5)
 
 
 def test_an_engine_is_idle_and_busy_again():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     wanted = [alone(p.model, prompt, 12) for prompt in RAGGED]
     with Engine(p) as engine:
         for prompt, tokens in zip(RAGGED, wanted, strict=True):
@@ -214,10 +214,10 @@ def test_an_engine_is_idle_and_busy_again():
 
 def test_a_cancelled_sequence_frees_its_slot_and_changes_nobody_else():
     """In a slot, in the queue, and one that has ended; the two that wait take the slots of those that are given up."""
-    p = policy(dense(), tokenizer(), lora=None)
-    asked = requests(RAGGED, limits=[12, 12, 4, 12])
+    p = as_policy(dense(), tokenizer(), lora=None)
+    submitted = requests(RAGGED, limits=[12, 12, 4, 12])
     with Engine(p, max_rows=2) as engine:
-        first, second, third, fourth = (engine.submit(request) for request in asked)
+        first, second, third, fourth = (engine.submit(request) for request in submitted)
         for _ in range(3):
             assert engine.step() == []
         assert (engine.occupied, len(third.tokens)) == (2, 0)
@@ -228,12 +228,12 @@ def test_a_cancelled_sequence_frees_its_slot_and_changes_nobody_else():
         engine.cancel(third)
     assert [one.stop for one in (first, second, third, fourth)] == ["cancelled", "length", "length", "cancelled"]
     assert (len(first.tokens), fourth.tokens) == (3, [])
-    for one, request in ((second, asked[1]), (third, asked[2])):
+    for one, request in ((second, submitted[1]), (third, submitted[2])):
         assert one.tokens == alone(p.model, one.prompt, request.limit or 0)
 
 
 def test_all_may_be_cancelled():
-    p = policy(hybrid(), tokenizer(), lora=None)
+    p = as_policy(hybrid(), tokenizer(), lora=None)
     with Engine(p) as engine:
         for one in [engine.submit(request) for request in requests(RAGGED)]:
             engine.step()
@@ -248,18 +248,18 @@ def test_all_may_be_cancelled():
 @pytest.mark.parametrize("make", MODELS)
 def test_different_sampling_settings_in_one_engine(make):
     """Each sequence draws what it draws in an engine of its own settings, whose limits may differ within a batch."""
-    p = policy(make(), tokenizer(), lora=None)
+    p = as_policy(make(), tokenizer(), lora=None)
     settings = [
         GREEDY, Sampling(max_tokens=9), Sampling(max_tokens=5), Sampling(max_tokens=9, temperature=0.7),
         Sampling(max_tokens=9, top_k=5), Sampling(max_tokens=7, top_p=0.5, num_top=3),
         Sampling(max_tokens=9, repetition_penalty=1.5), Sampling(max_tokens=9, min_tokens=4, stop_strings=("a",)),
     ]  # fmt: skip
     stop_ids = tuple(range(0, 320, 30))
-    asked = [request for one in settings for request in requests(RAGGED, 2, None, one, stop_ids)]
-    apart = [one for sampling in settings for one in decode(p, [r for r in asked if r.sampling is sampling])]
-    order = random.Random(0).sample(range(len(asked)), len(asked))
-    shuffled = decode(p, [asked[i] for i in order], max_rows=5)
-    for one, other in zip(apart, (shuffled[order.index(i)] for i in range(len(asked))), strict=True):
+    submitted = [request for one in settings for request in requests(RAGGED, 2, None, one, stop_ids)]
+    apart = [one for sampling in settings for one in decode(p, [r for r in submitted if r.sampling is sampling])]
+    order = random.Random(0).sample(range(len(submitted)), len(submitted))
+    shuffled = decode(p, [submitted[i] for i in order], max_rows=5)
+    for one, other in zip(apart, (shuffled[order.index(i)] for i in range(len(submitted))), strict=True):
         assert (one.tokens, one.stop) == (other.tokens, other.stop)
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
         assert one.details.top_ids == other.details.top_ids
@@ -268,14 +268,14 @@ def test_different_sampling_settings_in_one_engine(make):
 
 def test_limits_of_one_setting_decode_together():
     """A batch of two, not two batches of one."""
-    p, shapes = counted(policy(dense(), tokenizer(), lora=None))
-    asked = [*requests(RAGGED[:1], sampling=Sampling(max_tokens=4)), *requests(RAGGED[1:2], sampling=Sampling())]
-    decode(p, asked, compiled=False, mode="ragged")
+    p, shapes = counted(as_policy(dense(), tokenizer(), lora=None))
+    submitted = [*requests(RAGGED[:1], sampling=Sampling(max_tokens=4)), *requests(RAGGED[1:2], sampling=Sampling())]
+    decode(p, submitted, compiled=False, mode="ragged")
     assert decoded(shapes)[:3] == [2, 2, 2]
 
 
 def test_slots_of_settings_that_are_not_used_are_given_back():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     with Engine(p) as engine:
         for request in requests(RAGGED, 8):
             engine.submit(request)
@@ -295,10 +295,10 @@ def test_slots_of_settings_that_are_not_used_are_given_back():
 class Talk:
     """Sequences that are extended for some turns, each with observations of lengths of its own."""
 
-    def __init__(self, engine: Engine, asked: list[Request], turns: int) -> None:
+    def __init__(self, engine: Engine, submitted: list[Request], turns: int) -> None:
         self.engine, self.turns = engine, turns
-        self.history: list[list[Sequence]] = [[] for _ in asked]
-        for number, request in enumerate(asked):
+        self.history: list[list[Sequence]] = [[] for _ in submitted]
+        for number, request in enumerate(submitted):
             engine.submit(replace(request, owner=(number, 1)))
 
     def run(self) -> list[list[Sequence]]:
@@ -329,17 +329,17 @@ class Talk:
 @pytest.mark.parametrize(("compiled", "mode"), [(True, "ragged"), (False, "ragged"), (True, "uniform")])
 def test_parked_sequences_that_are_extended_are_those_of_a_fresh_prompt(make, compiled, mode):
     """Three turns over kept caches, ragged and by chunks, while others wait for a slot; nothing is run twice."""
-    p = policy(make(), tokenizer(), lora=LoRA())
+    p = as_policy(make(), tokenizer(), lora=LoRA())
     moved(p)
     limits, stop_ids = [5, 3, 8, 1, 6, 2, 7, 4], tuple(range(0, 320, 7))
-    asked = requests([*RAGGED, *RAGGED], limits=limits, stop_ids=stop_ids, keep=True)
+    submitted = requests([*RAGGED, *RAGGED], limits=limits, stop_ids=stop_ids, keep=True)
     watched, shapes = counted(p)
     with decoding(watched) as merged, Engine(merged, max_rows=5, prefill_chunk=4, compiled=compiled, mode=mode) as one:
-        history = Talk(one, asked, 3).run()
+        history = Talk(one, submitted, 3).run()
     assert [len(turns) for turns in history] == [3] * 8
     for limit, turns in zip(limits, history, strict=True):
         for turn in turns:
-            (fresh,) = decode(p, [Request(turn.prompt, asked[0].key, GREEDY, limit, stop_ids)])
+            (fresh,) = decode(p, [Request(turn.prompt, submitted[0].key, GREEDY, limit, stop_ids)])
             assert fresh.tokens == turn.tokens
             assert np.allclose(fresh.logprobs, turn.logprobs, atol=1e-4)
     assert not [tokens for rows, tokens in shapes if rows == 1 and tokens > 4], "no history is run as a whole"
@@ -347,22 +347,22 @@ def test_parked_sequences_that_are_extended_are_those_of_a_fresh_prompt(make, co
 
 def test_a_sequence_that_a_string_ended_is_extended():
     """Its last token was fed before the host saw the string."""
-    p = policy(hybrid(), tokenizer(), lora=None)
+    p = as_policy(hybrid(), tokenizer(), lora=None)
     plain = decode(p, requests(RAGGED))
     letters = {p.tokenizer.decode([token]) for one in plain for token in one.tokens[2:6]}
     sampling = replace(GREEDY, stop_strings=tuple(letter for letter in letters if letter.isascii() and letter))
-    asked = requests(RAGGED, sampling=sampling, keep=True)
+    submitted = requests(RAGGED, sampling=sampling, keep=True)
     with Engine(p) as engine:
-        history = Talk(engine, asked, 2).run()
+        history = Talk(engine, submitted, 2).run()
     assert any(one.ahead for turns in history for one in turns)
     for turns in history:
         for one in turns:
-            assert one.tokens == decode(p, [Request(one.prompt, asked[0].key, sampling, stop_ids=())])[0].tokens
+            assert one.tokens == decode(p, [Request(one.prompt, submitted[0].key, sampling, stop_ids=())])[0].tokens
 
 
 def test_what_cannot_be_continued_is_prefilled_and_a_full_context_ends():
     """Not parked, other settings, cancelled: prefilled as a whole. A context without place for a token: at once."""
-    p = policy(dense(max_position_embeddings=24), tokenizer(), lora=None)
+    p = as_policy(dense(max_position_embeddings=24), tokenizer(), lora=None)
     ids = (50, 51)
 
     def following(sequence: Sequence) -> list[int]:
@@ -388,7 +388,7 @@ def test_what_cannot_be_continued_is_prefilled_and_a_full_context_ends():
 
 
 def test_an_extension_may_be_cancelled_before_it_begins():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     with Engine(p) as engine:
         (first,) = (engine.submit(request) for request in requests(RAGGED[:1], limits=[4], keep=True))
         list(engine.run())
@@ -399,7 +399,7 @@ def test_an_extension_may_be_cancelled_before_it_begins():
 
 
 def test_sequences_wait_while_parked_ones_have_all_the_slots():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     limits = [2, 3, 2, 2]
     with Engine(p, max_rows=2) as engine:
         sequences = [engine.submit(request) for request in requests(RAGGED, limits=limits, keep=True)]
@@ -421,12 +421,12 @@ def test_sequences_wait_while_parked_ones_have_all_the_slots():
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_sequence_with_logits_that_are_not_finite_ends_and_the_others_do_not(compiled):
     """A token spoils what reads it. Sequences that drew it end, and their slots serve others as if nothing had been."""
-    p = policy(dense(tie_word_embeddings=False), tokenizer(), lora=None)
-    asked = requests(RAGGED[:1], 40, None, Sampling(max_tokens=20))
-    whole = decode(p, asked, compiled=compiled)
+    p = as_policy(dense(tie_word_embeddings=False), tokenizer(), lora=None)
+    submitted = requests(RAGGED[:1], 40, None, Sampling(max_tokens=20))
+    whole = decode(p, submitted, compiled=compiled)
     bad = whole[3].tokens[4]
     p.model.model.embed_tokens.weight[bad] = mx.nan
-    out = decode(p, asked, max_rows=6, compiled=compiled)
+    out = decode(p, submitted, max_rows=6, compiled=compiled)
     spoiled = [bad in one.tokens[:-1] for one in whole]
     assert 0 < sum(spoiled) < 40
     for one, fine, ends in zip(out, whole, spoiled, strict=True):
@@ -436,7 +436,7 @@ def test_a_sequence_with_logits_that_are_not_finite_ends_and_the_others_do_not(c
 
 
 def test_a_prompt_that_spoils_its_sequence_gives_an_error_without_tokens():
-    p = policy(dense(tie_word_embeddings=False), tokenizer(), lora=None)
+    p = as_policy(dense(tie_word_embeddings=False), tokenizer(), lora=None)
     p.model.model.embed_tokens.weight[7] = mx.nan
     with Engine(p, max_rows=1) as engine:
         out = [engine.submit(request) for request in requests([(7, 8), *RAGGED[:3]], keep=True)]
@@ -449,7 +449,7 @@ def test_a_prompt_that_spoils_its_sequence_gives_an_error_without_tokens():
 
 def test_prompts_at_the_context_limit():
     """16 tokens of context: after 14 there are two, after 16 and 20 none; the others are not touched by it."""
-    p = policy(dense(max_position_embeddings=16), tokenizer(), lora=None)
+    p = as_policy(dense(max_position_embeddings=16), tokenizer(), lora=None)
     prompts = [tuple(range(20, 20 + n)) for n in (14, 16, 20, 3)]
     out = decode(p, requests(prompts))
     assert [(len(one.tokens), one.stop) for one in out] == [(2, "length"), (0, "length"), (0, "length"), (12, "length")]
@@ -460,4 +460,4 @@ def test_empty_prompts_and_limits_are_refused_in_a_line():
     with pytest.raises(UserError, match="request: prompt: wanted at least one token, got no tokens"):
         Request((), key_of(0, 0), GREEDY)
     with pytest.raises(UserError, match="engine: max_rows and prefill_chunk: wanted at least 1, got 0"):
-        Engine(policy(dense(), tokenizer(), lora=None), max_rows=0)
+        Engine(as_policy(dense(), tokenizer(), lora=None), max_rows=0)

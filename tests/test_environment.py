@@ -9,21 +9,20 @@ import time
 from dataclasses import replace
 
 import pytest
-from mlxrl.show.row import row as shown
 
 from mlxrl import algo
 from mlxrl.plugins import Copying
 from mlxrl.rewards import score
 from mlxrl.rollout import episodes
-from mlxrl.rollout.environment import EnvironmentHandle, EpisodeError, earns
-from mlxrl.train.batch import pack
+from mlxrl.rollout.environment import EnvironmentHandle, EpisodeError, gives_rewards
+from mlxrl.train.batch import make_batch
 from mlxrl.train.loop import Step
 from mlxrl.types import Environment, Feedback, Task
-from worlds import TASKS, Counting, play, speaker
+from worlds import TASKS, Counting, brief_policy, every, play
 
 
 class Failing(Counting):
-    """Fails as its task says, in its second turn."""
+    """Fails as its task wants, in its second turn."""
 
     closed = threading.Semaphore(0)
 
@@ -84,7 +83,7 @@ def mute():
 
 
 def test_one_that_fails_ends_its_own_episode():
-    p, tasks = speaker(), [Task("good"), *map(Task, FAULTS)]
+    p, tasks = brief_policy(), [Task("good"), *map(Task, FAULTS)]
     groups = play(p, Failing, tasks=tasks, max_turns=3, timeout=0.3)
     for group in groups[1:]:
         name = group[0].task.prompt
@@ -97,25 +96,26 @@ def test_one_that_fails_ends_its_own_episode():
         assert Failing.closed.acquire(timeout=5)
     assert not Failing.closed.acquire(blocking=False)
     groups = score(groups)
-    metrics = Step(0, {}, groups).metrics
-    assert metrics["episodes/errors"] == 28
-    assert (metrics["episodes/error"], metrics["episodes/close_errors"]) == (FAULTS["reset"], 0)
-    assert (metrics["stops/error"], metrics["reward/failed"]) == (28 / 30, 0)
+    step = Step(0, {}, groups)
+    assert (step.metrics["episodes/errors"], step.metrics["episodes/close_errors"]) == (28, 0)
+    assert (step.metrics["stops/error"], step.metrics["rewards/unscored"]) == (28 / 30, 0)
+    failed = f"28 episodes ended because their environment failed, the first: {FAULTS['reset']}"
+    assert step.warnings == (failed,)
     for recipe in (algo.rloo(), algo.grpo(), algo.gigpo()):
-        assert {row for part in pack(groups, recipe) for row in part.trajectories} <= {0, 1}
+        assert {row for part in make_batch(groups, recipe) for row in part.trajectories} <= {0, 1}
 
 
 def test_where_all_fail_it_is_said_in_a_line():
     with pytest.raises(
         EpisodeError, match=r"^environment: failed in each of 2 episodes: reset: RuntimeError: no world$"
     ):
-        play(speaker(), Failing, tasks=[Task("reset")])
+        play(brief_policy(), Failing, tasks=[Task("reset")])
 
     def broken():
         raise OSError("no display")
 
     with pytest.raises(EpisodeError, match="failed in each of 6 episodes: reset: OSError: no display"):
-        play(speaker(), broken)
+        play(brief_policy(), broken)
 
 
 class Bare:
@@ -149,7 +149,7 @@ class Offering(Bare):
 )
 def test_what_is_no_environment_is_said_in_a_line(factory, error):
     with pytest.raises(EpisodeError) as caught:
-        play(speaker(), factory)
+        play(brief_policy(), factory)
     assert f"failed in each of 6 episodes: {error}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -172,13 +172,13 @@ def test_episodes_share_neither_task_nor_arguments():
 
     task = Task(({"role": "user", "content": "go"},), {"doors": [1, 2, 3]})
     walls = [1, 2]
-    (group,) = play(speaker(), Copying(Taker, walls=walls), tasks=[task], group_size=3)
+    (group,) = play(brief_policy(), Copying(Taker, walls=walls), tasks=[task], group_size=3)
     assert found == [(3, 2, "go")] * 3
     assert all(one.task is task for one in group)
     assert (task, walls) == (Task(({"role": "user", "content": "go"},), {"doors": [1, 2, 3]}), [1, 2])
 
 
-def test_what_fails_or_hangs_in_closing_is_said_and_not_waited_for_again(monkeypatch):
+def test_what_fails_or_hangs_in_closing_is_reported_and_not_waited_for_again(monkeypatch):
     """While one of an earlier rollout hangs, 0.2 s are all that others get."""
     monkeypatch.setattr(episodes, "PATIENCE", 0.6)
     free = threading.Event()
@@ -191,24 +191,28 @@ def test_what_fails_or_hangs_in_closing_is_said_and_not_waited_for_again(monkeyp
         def close(self):
             raise OSError("gone")
 
-    def metrics(factory):
-        return Step(0, {}, play(p, factory, tasks=TASKS[:1])).metrics
+    def played(factory):
+        return Step(0, {}, play(p, factory, tasks=TASKS[:1]))
 
-    p = speaker()
-    assert metrics(Bare)["episodes/close_errors"] == 0
-    torn = metrics(Torn)
-    assert (torn["episodes/close_errors"], torn["episodes/close_error"]) == (2, "close: OSError: gone")
-    assert shown(torn, 1, 1, []).warnings == ("2 environments could not be closed, the first: close: OSError: gone",)
-    assert metrics(Stuck)["episodes/close_error"] == "close: no answer in 0.6 s"
-    assert metrics(Stuck)["episodes/close_error"] == "close: no answer in 0.2 s"
+    def errors(factory):
+        return [one.close_error for one in every(played(factory).groups)]
+
+    p = brief_policy()
+    assert played(Bare).metrics["episodes/close_errors"] == 0
+    torn = played(Torn)
+    assert [one.close_error for one in every(torn.groups)] == ["close: OSError: gone"] * 2
+    assert torn.metrics["episodes/close_errors"] == 2
+    assert torn.warnings == ("2 environments could not be closed, the first: close: OSError: gone",)
+    assert errors(Stuck) == ["close: no answer in 0.6 s"] * 2
+    assert errors(Stuck) == ["close: no answer in 0.2 s"] * 2
     free.set()
     while any(thread.name == episodes.CLOSING for thread in threading.enumerate()):
         time.sleep(0.01)
-    assert metrics(Torn)["episodes/close_error"] == "close: OSError: gone"
+    assert errors(Torn) == ["close: OSError: gone"] * 2
 
 
 class Defaults(Environment):
-    """What inherits the base class says what it has of its own."""
+    """What inherits the protocol sets what differs from it."""
 
     stop = ("!",)
 
@@ -219,11 +223,11 @@ class Defaults(Environment):
         return Feedback(done=True)
 
 
-def test_the_base_class_has_the_defaults_and_is_not_needed():
+def test_the_protocol_need_not_be_inherited():
     for kind, stop in ((Defaults, ("!",)), (Bare, ())):
         handle = EnvironmentHandle(kind, Task("go"))
         assert handle.reset() == "go"
         assert (handle.stop, handle.special_tokens, handle.tools) == (stop, False, ())
         assert handle.step("!").done
-    assert earns(Defaults)
-    assert not earns(None)
+    assert gives_rewards(Defaults)
+    assert not gives_rewards(None)

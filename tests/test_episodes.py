@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlxrl.show.row import row as shown
 
 from helpers import counted
 from mlxrl import algo
@@ -18,14 +17,15 @@ from mlxrl.policy.logprobs import logprobs
 from mlxrl.rewards import score
 from mlxrl.rollout import sample as module
 from mlxrl.rollout.sample import sample
-from mlxrl.settings import EpisodeLimits, Sampling
+from mlxrl.settings import EpisodeLimits, Reward, Rollout, Sampling, Train
 from mlxrl.train import loop
-from mlxrl.train.batch import minibatch, pack, rows_of, with_prompt
+from mlxrl.train.batch import make_batch, micro_batch
 from mlxrl.train.evaluate import evaluate
-from mlxrl.train.update import gradient
+from mlxrl.train.gradient import gradient
+from mlxrl.train.sequences import sequences_of, with_prompt
 from mlxrl.types import Feedback, Task
 from models import TEMPLATE, dense, hybrid, moe
-from worlds import NEWLINE, SHORT, TASKS, Counting, every, play, speaker
+from worlds import NEWLINE, SHORT, TASKS, Counting, brief_policy, every, play
 
 MODELS = [dense, hybrid, moe]
 
@@ -38,17 +38,17 @@ def ids_of(groups):
 @pytest.mark.parametrize("template", [NEWLINE, TEMPLATE])
 def test_tokens_and_log_probs_are_those_of_a_fresh_forward(make, template):
     """Over kept caches, and where every turn is a sequence of its own."""
-    p = speaker(make, template, more=60)
+    p = brief_policy(make, template, more=60)
     groups = play(p, sampling=Sampling(max_tokens=6, temperature=0.0, thinking=False), max_turns=4)
     for one in every(groups):
-        rows = rows_of(0, one, 0.0)
-        assert len(rows) == (len(one.turns) if template is TEMPLATE else 1)
-        for row in map(with_prompt, rows):
-            own = mx.argmax(p.model(mx.array(row.tokens[None]))[0], axis=-1)
-            places = np.flatnonzero(row.mask)
-            assert np.array(own)[places - 1].tolist() == row.tokens[places].tolist()
-            found = np.array(logprobs(p, minibatch([row])).token_logprobs)[0]
-            assert np.allclose(found[places], row.rollout[places], atol=1e-4)
+        sequences = sequences_of(0, one, 0.0)
+        assert len(sequences) == (len(one.turns) if template is TEMPLATE else 1)
+        for whole in map(with_prompt, sequences):
+            own = mx.argmax(p.model(mx.array(whole.tokens[None]))[0], axis=-1)
+            places = np.flatnonzero(whole.mask)
+            assert np.array(own)[places - 1].tolist() == whole.tokens[places].tolist()
+            found = np.array(logprobs(p, micro_batch([whole])).token_logprobs)[0]
+            assert np.allclose(found[places], whole.sampler_logprobs[places], atol=1e-4)
     assert {len(one.turns) for one in every(groups)} == {1, 3, 4}
     lasts = {turn.tokens[-1] in p.tokenizer.eos_token_ids for one in every(groups) for turn in one.turns}
     assert lasts == {True, False}
@@ -57,7 +57,7 @@ def test_tokens_and_log_probs_are_those_of_a_fresh_forward(make, template):
 @pytest.mark.parametrize("make", MODELS)
 def test_nobodys_tokens_depend_on_the_others(make, monkeypatch):
     """Slots, refills, slow environments, and when answers are continued with."""
-    p = speaker(make)
+    p = brief_policy(make)
     wanted = ids_of(play(p, group_size=3, max_turns=4))
     assert len({tokens for group in wanted for one in group for _, tokens in one}) == 3 * (3 + 1 + 4)
 
@@ -77,7 +77,7 @@ def test_nobodys_tokens_depend_on_the_others(make, monkeypatch):
 
 def test_forwards_are_those_that_are_needed():
     """8 x 4 sequences of 4 turns: a prefill a turn, and as many steps as the longest has tokens, less the first."""
-    p, shapes = counted(speaker(more=0))
+    p, shapes = counted(brief_policy(more=0))
     play(p, tasks=TASKS[:1])  # finds out how the model is batched
     shapes.clear()
     tasks = [Task(f"question {number}" + "?" * number) for number in range(8)]
@@ -107,7 +107,7 @@ def test_a_turns_state_is_the_one_it_was_taken_in():
             self.place += 1 + len(reply) % 2
             return Feedback(f"at {self.place}", reward=-1.0, state=self.place, done=self.place > 4)
 
-    groups = play(speaker(), Walk, tasks=[Task("go"), Task("run")], group_size=4, max_turns=6)
+    groups = play(brief_policy(), Walk, tasks=[Task("go"), Task("run")], group_size=4, max_turns=6)
     for one in every(groups):
         places = [0]
         for turn in one.turns:
@@ -122,7 +122,7 @@ def test_a_turns_state_is_the_one_it_was_taken_in():
 
 
 def test_episodes_end_at_their_limits():
-    p = speaker(more=0, max_position_embeddings=64)
+    p = brief_policy(more=0, max_position_embeddings=64)
     tasks = [Task("hello")]
     (group,) = play(p, tasks=tasks, max_turns=2)
     assert [(one.stop, len(one.turns), one.length) for one in group] == [("length", 2, 12)] * 2  # the last was cut
@@ -135,12 +135,12 @@ def test_episodes_end_at_their_limits():
         assert 64 - 20 < sum(len(turn.observation) + len(turn.tokens) for turn in one.turns) <= 64
     (group,) = play(p, tasks=[Task("x" * 70)], max_turns=8)
     assert [(one.stop, one.length, one.reward) for one in group] == [("length", 0, 0.0)] * 2
-    (group,) = play(speaker(), tasks=tasks, sampling=Sampling(max_tokens=90), max_turns=2)
+    (group,) = play(brief_policy(), tasks=tasks, sampling=Sampling(max_tokens=90), max_turns=2)
     assert {one.stop for one in group} == {"turns"}
 
 
 def test_texts_of_an_environment_end_its_actions_and_special_tokens_reach_it_where_it_wants_them():
-    p, replies = speaker(more=0), []
+    p, replies = brief_policy(more=0), []
     plain = play(p, tasks=[Task("hello")], sampling=Sampling(max_tokens=30), max_turns=1)[0]
     letters = [next(x for x in one.turns[0].text[3:] if x.isascii() and x.isalnum()) for one in plain]
 
@@ -160,7 +160,7 @@ def test_texts_of_an_environment_end_its_actions_and_special_tokens_reach_it_whe
     eos = p.tokenizer.eos_token_ids
     made = [p.tokenizer.decode([i for i in turn.tokens if i not in eos]) for one in group for turn in one.turns]
     assert sorted(replies) == sorted(made)
-    for one in group:  # a text has no stop token behind it, so the template's follows
+    for one in group:  # a text has no stop token after it, so the template's follows
         assert p.tokenizer.decode(one.turns[1].observation).startswith("<end>\n<user>turn !")
 
 
@@ -169,7 +169,7 @@ def test_an_invalid_action_costs_its_turn():
         def step(self, reply):
             return replace(super().step(reply), reward=2.0, invalid=self.turn == 2)
 
-    (group,) = play(speaker(), Picky, tasks=TASKS[:1], max_turns=4, invalid_penalty=0.5)
+    (group,) = play(brief_policy(), Picky, tasks=TASKS[:1], max_turns=4, invalid_penalty=0.5)
     assert [[(turn.reward, turn.invalid) for turn in one.turns] for one in group] == [
         [(2.0, False), (1.5, True), (2.0, False)]
     ] * 2
@@ -177,8 +177,9 @@ def test_an_invalid_action_costs_its_turn():
 
 
 def test_reward_functions_come_on_top():
-    groups = play(speaker(), max_turns=2)
-    scored = score(groups, lambda completions, **_: [1.0] * len(completions), weights=[0.5])
+    groups = play(brief_policy(), max_turns=2)
+    reward = Reward(functions=(lambda completions, **_: [1.0] * len(completions),), weights=(0.5,))
+    scored = score(groups, reward)
     for one, before in zip(every(scored), every(groups), strict=True):
         assert one.rewards == {"environment": before.reward, "<lambda>": 1.0}
         assert one.reward == before.reward + 0.5
@@ -186,11 +187,11 @@ def test_reward_functions_come_on_top():
     assert [one.reward for one in every(score(score(groups)))] == [one.reward for one in every(groups)]
 
 
-def test_prompts_that_fill_the_context_are_shown():
-    p = speaker(max_position_embeddings=32)
-    (step,) = loop.run(p, [Task("x" * 70)], algo.grpo(), steps=1, tasks_per_step=1, group_size=2, environment=Counting)
-    warnings = shown(step.metrics, 1, 1, []).warnings
-    assert "nothing was sampled: the prompt fills the context of 32 tokens" in warnings
+def test_a_step_warns_of_prompts_that_fill_the_context():
+    p = brief_policy(max_position_embeddings=32)
+    rollout = Rollout(tasks_per_step=1, group_size=2)
+    (step,) = loop.run(p, [Task("x" * 70)], algo.grpo(), steps=1, rollout=rollout, environment=Counting)
+    assert "nothing was sampled: the prompt fills the context of 32 tokens" in step.warnings
 
 
 @pytest.mark.parametrize("fraction", [0.1, 2.0])
@@ -207,7 +208,7 @@ def test_nobody_waits_for_a_slow_environment(monkeypatch, fraction):
                 ended.set()
             return super().step(reply)
 
-    groups = play(speaker(), Thinks, tasks=[Task("slow"), Task("quick")], group_size=1, max_turns=3)
+    groups = play(brief_policy(), Thinks, tasks=[Task("slow"), Task("quick")], group_size=1, max_turns=3)
     assert [(len(one.turns), one.error) for one in every(groups)] == [(3, "")] * 2
 
 
@@ -215,10 +216,10 @@ def test_nobody_waits_for_a_slow_environment(monkeypatch, fraction):
 
 
 def test_a_rewritten_history_is_several_sequences_of_one_trajectory():
-    p = speaker(template=TEMPLATE)
+    p = brief_policy(template=TEMPLATE)
     groups = score(play(p, tasks=[Task("hi", {"turns": 3})], group_size=2, max_turns=3))
     recipe = algo.rloo()
-    batch = pack(groups, recipe)
+    batch = make_batch(groups, recipe)
     assert (batch.totals.sequences, batch.totals.without_signal) == (6, 0)
     assert batch.totals.tokens == sum(one.length for one in groups[0])
     assert sorted(row for part in batch for row in part.trajectories) == [0, 0, 0, 1, 1, 1]
@@ -234,9 +235,9 @@ def test_a_rewritten_history_is_several_sequences_of_one_trajectory():
             )
     first = groups[0][0]
     per_token = [float(place) for place in range(first.num_sampled)]
-    rows = rows_of(0, first, per_token)
-    assert np.concatenate([row.advantage[row.mask > 0] for row in rows]).tolist() == per_token
-    split = pack(groups, recipe, tokens_per_pass=1)
+    sequences = sequences_of(0, first, per_token)
+    assert np.concatenate([one.advantages[one.mask > 0] for one in sequences]).tolist() == per_token
+    split = make_batch(groups, recipe, Train(tokens_per_pass=1))
     grads = [dict(tree_flatten(gradient(p, one, recipe)[1])) for one in (batch, split)]
     assert all(mx.allclose(grads[0][name], grads[1][name], rtol=1e-4, atol=1e-6) for name in grads[0])
 
@@ -254,8 +255,8 @@ def test_trajectories_that_begin_differently_do_not_share_a_prompt():
             feedback = super().step(reply)
             return replace(feedback, reward=next(prizes) if feedback.done else 0.0)
 
-    groups = play(speaker(), Lettered, tasks=[Task("?", {"turns": 2})], group_size=5)
-    batch = pack(groups, algo.rloo())
+    groups = play(brief_policy(), Lettered, tasks=[Task("?", {"turns": 2})], group_size=5)
+    batch = make_batch(groups, algo.rloo())
     ids = [[*one.prompt, *one.turns[0].tokens, *one.turns[1].observation, *one.turns[1].tokens] for one in groups[0]]
     found = {}
     for part in batch:
@@ -275,15 +276,14 @@ class Longer(Counting):
 @pytest.mark.parametrize("recipe", [algo.grpo, algo.gigpo])
 @pytest.mark.parametrize("template", [NEWLINE, TEMPLATE])
 def test_training_needs_no_reward_function(recipe, template):
-    p = speaker(template=template)
+    p = brief_policy(template=template)
     tasks = [Task(text, {"turns": 2}) for text in ("one", "two", "three")]
-    options = {
-        "sampling": SHORT, "tasks_per_step": 2, "group_size": 3, "environment": Longer,
-        "limits": EpisodeLimits(max_turns=3),
-    }  # fmt: skip
-    steps = list(loop.run(p, tasks, recipe(), steps=2, minibatches=2, **options))
+    steps = loop.run(
+        p, tasks, recipe(), environment=Longer, steps=2, rollout=Rollout(tasks_per_step=2, group_size=3),
+        sampling=SHORT, limits=EpisodeLimits(max_turns=3), train=Train(minibatches=2),
+    )  # fmt: skip
     for step in steps:
-        assert step.metrics["policy/updates"] > 0
+        assert step.metrics["updates"] > 0
         assert step.metrics["episodes/turns"] == 2
         assert step.metrics["episodes/rewritten"] == (6 if template is TEMPLATE else 0)
         assert (step.metrics["stops/done"], step.metrics["episodes/errors"]) == (1.0, 0.0)
@@ -292,8 +292,13 @@ def test_training_needs_no_reward_function(recipe, template):
 
 
 def test_what_a_run_cannot_learn_from_is_refused():
-    p = speaker()
+    p = brief_policy()
     with pytest.raises(ValueError, match="sample: timeout has no effect without an environment"):
-        next(loop.run(p, TASKS, algo.grpo(), reward=len, steps=1, tasks_per_step=2, limits=EpisodeLimits(timeout=3)))
+        next(
+            loop.run(
+                p, TASKS, algo.grpo(), reward=len, steps=1, rollout=Rollout(tasks_per_step=2),
+                limits=EpisodeLimits(timeout=3),
+            )
+        )  # fmt: skip
     with pytest.raises(ValueError, match="grpo learns from rewards"):
         next(loop.run(p, TASKS, algo.grpo(), steps=1))

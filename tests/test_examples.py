@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-ROOT = Path(__file__).parent.parent
+from helpers import ROOT
+
+SMALL = ["steps=2", "evaluation.rows=4", "rollout.tasks_per_step=4"]
 
 
 @pytest.fixture
@@ -22,15 +24,27 @@ def here(tmp_path):
     return tmp_path
 
 
+def python(here, *arguments: str) -> str:
+    """What Python prints, run in a folder; nothing may go to its standard error."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def train(here, config: str, *settings: str) -> str:
+    """What a run of an example's config prints."""
+    return python(here, "-m", "mlxrl", "train", "--config", f"examples/{config}.toml", *settings)
+
+
 def rewards(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"^step \d+  reward ([\d.]+)", output, re.MULTILINE)]
 
 
 def test_the_loop_of_the_library_learns_and_saves_an_adapter(here):
-    done = subprocess.run(
-        [sys.executable, "examples/loop.py"], cwd=here, check=True, capture_output=True, text=True, timeout=300
-    )
-    found = rewards(done.stdout)
+    found = rewards(python(here, "examples/loop.py"))
     assert len(found) == 31
     assert sum(found[-10:]) > sum(found[:10]) + 0.5
     import mlx_lm
@@ -52,10 +66,7 @@ def test_the_readmes_code_runs_with_a_model_that_is_here(here):
     ):
         assert there in text
         text = text.replace(there, ours)
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=here, check=True, capture_output=True, text=True, timeout=300
-    )
-    assert len(rewards(done.stdout)) == 2
+    assert len(rewards(python(here, "-c", text))) == 2
     assert (here / "adapters/math/adapters.safetensors").is_file()
 
 
@@ -66,17 +77,12 @@ def test_the_readmes_environment_runs_with_a_model_that_is_here(here):
     code = 'import mlxrl as rl\npolicy = rl.load("examples/maze", lora=rl.LoRA())\n' + text.replace(
         "steps=100", "steps=2"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=here, check=True, capture_output=True, text=True, timeout=300
-    )
-    assert len(rewards(done.stdout)) == 2
+    assert len(rewards(python(here, "-c", code))) == 2
 
 
 def test_the_maze_is_walked_from_its_config(here):
-    settings = ["steps=2", "evaluation.rows=20", "rollout.tasks_per_step=4", "run.folder=walks"]
-    command = [sys.executable, "-m", "mlxrl", "train", "--config", "examples/maze.toml", *settings]
-    done = subprocess.run(command, cwd=here, check=True, capture_output=True, text=True, timeout=300)
-    assert "held-out after training: accuracy" in done.stdout
+    out = train(here, "maze", "steps=2", "evaluation.rows=20", "rollout.tasks_per_step=4", "run.folder=walks")
+    assert "held-out after training: accuracy" in out
     lines = (here / "walks" / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     assert all(1 < one["episodes/turns"] <= 8 and one["episodes/errors"] == 0 for one in found)
@@ -86,14 +92,22 @@ def test_the_maze_is_walked_from_its_config(here):
 def test_an_own_algorithm_runs_by_itself_and_from_a_config(here):
     code = (ROOT / "examples/own_algorithm.py").read_text()
     assert code.count("\n") <= 30
-    done = subprocess.run(
-        [sys.executable, "examples/own_algorithm.py"], cwd=here, check=True, capture_output=True, text=True, timeout=300
-    )
-    assert len(rewards(done.stdout)) == 3
+    assert len(rewards(python(here, "examples/own_algorithm.py"))) == 3
     named = ["algorithm.name=own_algorithm.py:make", "algorithm.power=2", "algorithm.kl.coefficient=0.1"]
-    settings = ["steps=2", "evaluation.rows=4", "rollout.tasks_per_step=4", "run.folder=own", *named]
-    command = [sys.executable, "-m", "mlxrl", "train", "--config", "examples/arithmetic.toml", *settings]
-    done = subprocess.run(command, cwd=here, check=True, capture_output=True, text=True, timeout=300)
-    assert "hard_tasks_first(power=2, kl={'coefficient': 0.1})" in done.stdout
+    out = train(here, "arithmetic", *SMALL, "run.folder=own", *named)
+    assert "hard_tasks_first(power=2, kl={'coefficient': 0.1})" in out
     found = [json.loads(line) for line in (here / "own" / "metrics.jsonl").read_text().splitlines()]
     assert all(one["kl/coefficient"] == pytest.approx(0.1) for one in found)
+
+
+def test_an_own_sink_receives_a_run_from_python_and_from_a_config(here):
+    code = (ROOT / "examples/own_sink.py").read_text()
+    assert code.count("\n") <= 30
+    python(here, "examples/own_sink.py")
+    assert [line.split(",")[0] for line in (here / "steps.csv").read_text().splitlines()] == ["1", "2", "3"]
+    train(here, "arithmetic", *SMALL, "run.folder=own", 'run.sinks=["own_sink.py:make"]')
+    found = [json.loads(line) for line in (here / "own" / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "reward", "loss", "grad_norm", "completions/mean_length")
+    table = [line.split(",") for line in (here / "own" / "steps.csv").read_text().splitlines()]
+    assert table == [[str(one.get(name, "")) for name in names] for one in found]
+    assert all(float(reward) >= 0 for _, reward, *_ in table)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from helpers import ROOT
+
 CONFIG = ROOT / "examples" / "arithmetic.toml"
 SMALL = ["steps=3", "rollout.tasks_per_step=2", "rollout.group_size=4", "evaluation.rows=8"]
 
@@ -55,8 +57,6 @@ def test_a_model_that_is_destroyed_ends_the_run(tmp_path):
 
 
 def test_a_file_of_weights_that_is_cut_is_one_line(tmp_path):
-    import shutil
-
     shutil.copytree(ROOT / "examples/arithmetic", tmp_path / "model")
     weights = tmp_path / "model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])

@@ -74,7 +74,7 @@ def string(text: str) -> bytes:
 
 
 def value(item: Any) -> bytes:
-    """The item behind the number of its type."""
+    """The item after the number of its type."""
     if isinstance(item, list):
         parts = [value(part) for part in item]
         return struct.pack("<I", 9) + parts[0][:4] + struct.pack("<Q", len(parts)) + b"".join(p[4:] for p in parts)
@@ -330,7 +330,7 @@ def test_other_tensor_types_are_refused_by_name(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "item", "said"),
+    ("key", "item", "message"),
     [
         ("general.architecture", "qwen2", "general.architecture: wanted llama, got qwen2"),
         ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.type: wanted none, got yarn"),
@@ -346,8 +346,8 @@ def test_other_tensor_types_are_refused_by_name(kind: str, tmp_path: Path) -> No
         ("tokenizer.ggml.token_type", [1, 2], "tokenizer.ggml.token_type: wanted 266, one per token, got 2"),
     ],
 )
-def test_other_metadata_is_refused_by_name(key: str, item: Any, said: str, tmp_path: Path) -> None:
-    assert said in refusal(write(tmp_path / "model.gguf", METADATA | {key: item}, tensors_of(tiny())))
+def test_other_metadata_is_refused_by_name(key: str, item: Any, message: str, tmp_path: Path) -> None:
+    assert message in refusal(write(tmp_path / "model.gguf", METADATA | {key: item}, tensors_of(tiny())))
 
 
 def test_tensors_of_another_kind_of_llama_are_refused_by_name(tmp_path: Path) -> None:
@@ -395,9 +395,12 @@ def test_damaged_headers_are_refused(file: Path) -> None:
     content = file.read_bytes()
     # After magic, version and two counts: the length of the first key, the key, and the number of its value's type.
     kind = 24 + 8 + len("general.architecture")
-    for place, damage, said in ((24, b"\xff" * 8, "ends too early"), (kind, struct.pack("<I", 13), "unknown type 13")):
+    for place, damage, message in (
+        (24, b"\xff" * 8, "ends too early"),
+        (kind, struct.pack("<I", 13), "unknown type 13"),
+    ):
         file.write_bytes(content[:place] + damage + content[place + len(damage) :])
-        assert said in refusal(file)
+        assert message in refusal(file)
 
 
 def test_quantised_rows_must_be_whole_blocks(tmp_path: Path) -> None:

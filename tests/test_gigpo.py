@@ -12,8 +12,8 @@ import pytest
 
 from helpers import a_policy, assert_same_gradient, attempt, close, made
 from mlxrl import algo
-from mlxrl.train.batch import pack
-from mlxrl.train.update import gradient
+from mlxrl.train.batch import make_batch
+from mlxrl.train.gradient import gradient
 from mlxrl.types import Group, Trajectory, Turn
 
 
@@ -44,7 +44,7 @@ def test_without_omega_it_is_grpo_averaged_over_tokens_to_the_gradient() -> None
         strict=True,
     ):
         assert set(steps) == {whole}
-    got, wanted = (gradient(p, pack(groups, a), a) for a in (ours, plain))
+    got, wanted = (gradient(p, make_batch(groups, a), a) for a in (ours, plain))
     assert got[0] == wanted[0]
     assert_same_gradient(got[1], wanted[1], 1e-9)
 
@@ -123,7 +123,7 @@ def test_advantages_stand_on_the_tokens_of_their_turns() -> None:
     """Turns of 1 and 2 tokens with an observation of 1 token between: nothing stands on what was read."""
     first = attempt(1.0, turns=[("a", 0.0, 1), ("b", 1.0, 2)])
     second = attempt(0.0, turns=[("a", 0.0, 1), ("b", 0.0, 2)])
-    (m,) = pack([(first, second)], algo.gigpo(gamma=0.5))
+    (m,) = make_batch([(first, second)], algo.gigpo(gamma=0.5))
     assert m.trajectories == (0, 1)
     # A_E 0.5; in "a" (0.5, 0) gives 0.25, in "b" (1, 0) gives 0.5. The prompt of one token stands in front.
     close(m.advantages, np.array([[0, 0.75, 0, 1.0, 1.0], [0, -0.75, 0, -1.0, -1.0]]))

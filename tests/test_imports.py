@@ -2,7 +2,6 @@
 
 import ast
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,37 +11,40 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlxrl"
 BASE = {"errors", "files", "checked", "settings", "plugins"}
+LIBRARY = {*BASE, "types", "data", "rewards", "algo", "policy", "rollout", "train"}
 BELOW = {
     "errors": set(),
     "files": set(),
+    "text": set(),
     "checked": {"errors"},
     "settings": {"errors", "checked"},
     "plugins": {"errors"},
+    "config": BASE,
     "types": BASE,
     "data": {*BASE, "types"},
     "rewards": {*BASE, "types", "data"},
     "algo": {*BASE, "types"},
     "tools": {*BASE, "types"},
-    "environments": {*BASE, "types", "tools"},
     "policy": {*BASE, "types"},
-    "rollout": {*BASE, "types", "data", "rewards", "policy"},
-    "train": {*BASE, "types", "data", "rewards", "algo", "policy", "rollout"},
-    "runs": {*BASE, "types", "data", "rewards", "algo", "policy", "rollout", "train"},
-    "show": {*BASE, "types", "data", "rewards", "algo", "policy", "rollout", "train"},
-    "config": {*BASE, "types", "data", "rewards", "algo", "policy", "rollout", "train"},
-    "cli": {*BASE, "types", "data", "rewards", "algo", "policy", "rollout", "train", "runs", "show", "config"},
+    "rollout": {*BASE, "types", "rewards", "policy"},
+    "train": LIBRARY - {"train"},
+    "runs": {*LIBRARY, "config", "text"},
+    "console": {*LIBRARY, "text", "runs"},
+    "cli": {*LIBRARY, "config", "text", "runs", "console"},
     "__main__": {"cli"},
 }
 """What each part of the package may import of it, itself aside. data is below rewards; siblings are apart."""
 
 FOREIGN = {
-    **{part: set() for part in ("errors", "files", "plugins", "data", "rewards")},
+    **{part: set() for part in ("errors", "files", "text", "plugins", "data", "rewards")},
     "checked": {"msgspec"},
     "settings": {"msgspec"},
+    "config": {"tomli_w"},
     "types": {"mlx.core"},
     "algo": {"mlx.core", "numpy"},
+    "console": {"rich"},
 }
-"""What the lowest parts may import from outside the standard library."""
+"""What these parts may import from outside the standard library."""
 
 
 def imports(path):
@@ -64,7 +66,15 @@ def part_of(path):
 
 
 def test_every_part_of_the_package_has_its_place():
-    assert {part_of(path) for path in files()} <= set(BELOW)
+    assert {part_of(path) for path in files()} == set(BELOW)
+
+
+def test_the_directions_have_no_circle():
+    order = []
+    while left := [part for part in BELOW if part not in order]:
+        free = [part for part in left if BELOW[part] <= set(order)]
+        assert free, f"in a circle: {left}"
+        order += free
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -79,7 +89,7 @@ def test_imports_point_one_way(path):
 @pytest.mark.parametrize(
     "path", [p for p in files() if part_of(p) in FOREIGN], ids=lambda p: str(p.relative_to(PACKAGE))
 )
-def test_the_lowest_parts_import_little(path):
+def test_few_parts_import_other_packages(path):
     for name in imports(path):
         top = name.split(".")[0]
         allowed = top == "mlxrl" or top in sys.stdlib_module_names
@@ -100,9 +110,28 @@ def python(*arguments, **variables):
     )
 
 
+HEAVY = {"mlx_lm", "transformers", "tokenizers", "huggingface_hub", "datasets", "rich"}
+
+
+def loaded(*arguments):
+    """What a command prints and returns, and the modules that Python loads for it, its own among them."""
+    done = python("-X", "importtime", *arguments)
+    lines = done.stderr.splitlines()
+    names = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    printed = [line for line in lines if not line.startswith("import time:")]
+    return done.returncode, done.stdout + "\n".join(printed), names
+
+
+def packages(names):
+    """The packages of modules that are neither the standard library's nor this one's; `copy` looks for Jython's org."""
+    return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "mlxrl", "org"}
+
+
 def test_importing_the_library_loads_no_model_library():
-    code = "import mlxrl, sys; print([n for n in ('mlx_lm', 'transformers', 'rich', 'datasets') if n in sys.modules])"
-    assert python("-c", code).stdout.strip() == "[]"
+    code, _, names = loaded("-c", "import mlxrl; mlxrl.Train, mlxrl.grpo, mlxrl.tasks, mlxrl.score")
+    assert code == 0
+    assert {"mlx", "numpy", "msgspec"} <= packages(names)
+    assert not packages(names) & HEAVY
 
 
 def test_no_name_hides_a_package():
@@ -117,37 +146,55 @@ def test_no_name_hides_a_package():
 def test_public_names_exist_and_are_few():
     import mlxrl
 
-    assert len(mlxrl.__all__) <= 40
+    assert mlxrl.__all__ == sorted(mlxrl.__all__)
+    assert len(set(mlxrl.__all__) - set(mlxrl.algo.__all__)) <= 40  # besides the recipes and their terms
     assert all(getattr(mlxrl, name) is not None for name in mlxrl.__all__)
 
 
+NOTHING = set()
+CONFIG = {"msgspec", "tomli_w", "typing_extensions"}
+"""What reads and checks a config; msgspec imports typing_extensions where that is installed."""
+
+
 @pytest.mark.parametrize(
-    ("arguments", "code", "piece"),
+    ("arguments", "code", "piece", "allowed", "most"),
     [
-        (["--help"], 0, "train | eval"),
-        (["--version"], 0, "mlx-lm"),
-        (["train", "--help"], 0, "--dry-run"),
-        (["train", "--config", "none.toml"], 2, "mlxrl: none.toml: no such file"),
-        (["train", "--config", "{bad}"], 2, "unknown key 'temprature'; did you mean 'temperature'?"),
+        (["--help"], 0, "train | eval", NOTHING, 150),
+        (["--version"], 0, "mlx-lm", NOTHING, 220),
+        (["train", "--help"], 0, "--dry-run", NOTHING, 150),
+        (["train", "--dry"], 2, "--config", NOTHING, 150),
+        (["train", "--config", "none.toml"], 2, "mlxrl: none.toml: no such file", CONFIG, 220),
+        (["train", "--config", "{bad}"], 2, "unknown key 'temprature'; did you mean 'temperature'?", CONFIG, 220),
+        (["eval", "--config", "{bad}"], 2, "unknown key 'temprature'; did you mean 'temperature'?", CONFIG, 220),
+        (
+            ["train", "--config", "examples/arithmetic.toml", "algorithm.name=grpoo"],
+            2, "unknown algorithm 'grpoo'; did you mean 'grpo'?", {*CONFIG, "mlx", "numpy"}, 400,
+        ),
     ],
-)
-def test_help_and_faults_answer_in_half_a_second(tmp_path, arguments, code, piece):
+)  # fmt: skip
+def test_help_and_faults_load_little(tmp_path, arguments, code, piece, allowed, most):
+    """Packages and modules are counted in place of seconds: these take a tenth of a second, a model library takes two.
+
+    `most` bounds the modules, those that Python itself starts with among them.
+    """
     bad = tmp_path / "bad.toml"
     bad.write_text('[model]\nid="a/b"\n[data]\ntrain="a.jsonl"\n[reward]\nfunctions=[]\n[sampling]\ntemprature=1\n')
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = python("-m", "mlxrl", *(word.format(bad=bad) for word in arguments))
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == code
-    assert piece in done.stdout + done.stderr
-    assert code == 0 or done.stderr.count("\n") == 1
-    # The processor's time, because the machine may have other work; loading a model library alone takes 2 s of it.
-    assert (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime) < 0.5
+    returned, printed, names = loaded("-m", "mlxrl", *(word.format(bad=bad) for word in arguments))
+    assert returned == code
+    assert piece in printed
+    assert code == 0 or len(printed.splitlines()) == 1
+    assert packages(names) - STARTED <= allowed
+    assert len(names) <= most
+
+
+STARTED = packages(loaded("-c", "pass")[2])
+"""What the environment's own hooks load whenever Python starts."""
 
 
 def test_without_a_backend_one_line_names_the_extras(tmp_path):
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')\n")
-    done = python("-m", "mlxrl", "train", "--config", "x.toml", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    done = python("-m", "mlxrl", "train", "--config", "examples/arithmetic.toml", PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert 'pip install "mlxrl[cpu]"' in done.stderr

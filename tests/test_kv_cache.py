@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from mlxrl.policy.room import capacity_for
 
 from helpers import RAGGED
-from mlxrl.policy.policy import policy
-from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache
+from mlxrl.policy.policy import as_policy
+from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache, capacity_for
 from mlxrl.rollout.kv_layers import layers_of
 from mlxrl.rollout.prefill import prefill
 from models import dense, hybrid, moe, tokenizer
 
 
-def held(p, prompt):
+def arrays_alone(p, prompt):
     """The arrays of a prompt that was run alone."""
     (one,) = prefill(p, [prompt], 2048)
     return one.arrays(layers_of(one.caches))
 
 
 def assert_holds(cache, row, prompt, p):
-    for whole, own in zip(cache.arrays, held(p, prompt), strict=True):
+    for whole, own in zip(cache.arrays, arrays_alone(p, prompt), strict=True):
         mine = whole[row : row + 1]
         if mine.shape != own.shape:
             assert not mine[:, :, len(prompt) :].any(), "the capacity after a row is zero"
@@ -32,7 +31,7 @@ def assert_holds(cache, row, prompt, p):
 @pytest.mark.parametrize("make", [dense, hybrid, moe])
 def test_slots_hold_after_ragged_prefill_what_each_row_alone_holds(make):
     """States of recurrent layers included: no padding reaches them."""
-    p = policy(make(), tokenizer(), lora=None)
+    p = as_policy(make(), tokenizer(), lora=None)
     slots = SlotCache(len(RAGGED))
     slots.fit(10)
     for row, prompt in enumerate(prefill(p, RAGGED, 2048)):
@@ -54,7 +53,7 @@ def test_slots_hold_after_ragged_prefill_what_each_row_alone_holds(make):
 
 @pytest.mark.parametrize("make", [dense, hybrid])
 def test_rows_of_one_length_may_be_placed_in_any_order(make):
-    p = policy(make(), tokenizer(), lora=None)
+    p = as_policy(make(), tokenizer(), lora=None)
     prompts = [(20, 21, 22), (30, 31, 32)]
     cache = EqualLengthCache(3)
     for prompt, slots in zip(prompts, ([0, 2], [1]), strict=True):

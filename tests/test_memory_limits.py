@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxrl.policy.lora import LoRA
-from mlxrl.policy.policy import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.sample import sample
 from mlxrl.runs.memory_limits import limits
-from mlxrl.settings import Sampling
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.types import Task
 from models import dense, tokenizer
 
@@ -16,7 +15,7 @@ from models import dense, tokenizer
 def test_the_buffer_cache_is_bounded_and_the_wired_limit_left_alone(monkeypatch):
     wired = []
     monkeypatch.setattr(mx, "set_wired_limit", lambda limit: wired.append(limit) or 7)
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     with limits(cache=100_000):
         for seed in range(3):
             sample(p, [Task("hi")], group_size=2, sampling=Sampling(max_tokens=4), key=seed)

@@ -9,10 +9,10 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from helpers import moved
-from mlxrl.policy.lora import LoRA
 from mlxrl.policy.merged_lora import MergedLinear
 from mlxrl.policy.modes import decoding
-from mlxrl.policy.policy import policy
+from mlxrl.policy.policy import as_policy
+from mlxrl.settings import LoRA
 from models import dense, hybrid, moe, tokenizer
 
 
@@ -22,7 +22,7 @@ def layers(model, kind):
 
 @pytest.mark.parametrize("make", [dense, hybrid, moe])
 def test_merged_adapters_give_the_logits_of_the_plain_ones_and_leave_no_trace(make):
-    p = policy(make(), tokenizer(), lora=LoRA())
+    p = as_policy(make(), tokenizer(), lora=LoRA())
     moved(p, scale=0.05)
     ids = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     before, plain = layers(p.model, LoRALinear), p.model(ids)
@@ -38,7 +38,7 @@ def test_merged_adapters_give_the_logits_of_the_plain_ones_and_leave_no_trace(ma
 
 def test_layers_that_read_one_input_multiply_it_by_their_adapters_once():
     """Queries and keys: one product with both ranks of 4."""
-    p = policy(
+    p = as_policy(
         dense(num_hidden_layers=1), tokenizer(), lora=LoRA(rank=4, keys=("self_attn.q_proj", "self_attn.k_proj"))
     )
     with decoding(p):
@@ -51,7 +51,7 @@ def test_layers_that_read_one_input_multiply_it_by_their_adapters_once():
 def test_merged_adapters_keep_the_dtype_of_16_bit_weights():
     model = dense()
     model.set_dtype(mx.bfloat16)
-    p = policy(model, tokenizer(), lora=LoRA())
+    p = as_policy(model, tokenizer(), lora=LoRA())
     moved(p, scale=0.02)
     assert p.model.layers[0].self_attn.q_proj.lora_a.dtype == mx.float32
     ids = mx.array([[3, 1, 4]])
@@ -64,7 +64,7 @@ def test_merged_adapters_keep_the_dtype_of_16_bit_weights():
 
 def test_nothing_of_a_pass_is_kept():
     """The input and its product are let go of after each pass."""
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     with decoding(p) as merged:
         mx.eval(merged.head.project(merged.head.trunk(mx.array([[1, 2]]))))
         mx.synchronize()

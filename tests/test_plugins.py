@@ -3,16 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from helpers import EXAMPLE
+from helpers import EXAMPLE, ROOT
 from mlxrl import rewards
 from mlxrl.files import read_lines
 from mlxrl.plugins import PluginError, find, located
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -238,7 +235,7 @@ def test_a_run_whose_files_import_each_other_and_start_processes(folder):
     (folder / "run.toml").write_text(
         f'steps = 1\n[model]\nid = "{EXAMPLE}"\n[data]\ntrain = "{EXAMPLE}/train.jsonl"\nprompt = "question"\n'
         '[reward]\nfunctions = ["counted.py:steps_so_far"]\n[environment]\nfactory = "world.py:World"\n'
-        '[rollout]\ntasks_per_step = 2\ngroup_size = 2\nmax_tokens = 4\n[run]\nfolder = "out"\n'
+        '[sampling]\nmax_tokens = 4\n[rollout]\ntasks_per_step = 2\ngroup_size = 2\n[run]\nfolder = "out"\n'
     )
     command = [sys.executable, "-m", "mlxrl", "train", "--config", "conf/run.toml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -16,17 +16,16 @@ from helpers import moved
 from mlxrl import algo
 from mlxrl.errors import UserError
 from mlxrl.policy.logprobs import logprobs
-from mlxrl.policy.lora import LoRA
 from mlxrl.policy.merged_lora import MergedLinear
-from mlxrl.policy.policy import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rewards import score
 from mlxrl.rollout.sample import Interrupted, sample
-from mlxrl.settings import EpisodeLimits, Sampling
-from mlxrl.train.batch import pack
-from mlxrl.train.update import gradient
+from mlxrl.settings import EpisodeLimits, LoRA, Sampling
+from mlxrl.train.batch import make_batch
+from mlxrl.train.gradient import gradient
 from mlxrl.types import MicroBatch, Task
 from models import dense, hybrid, moe, tokenizer
-from worlds import SHORT, TASKS, Counting, every, play, speaker
+from worlds import SHORT, TASKS, Counting, brief_policy, every, play
 
 MODELS = [dense, hybrid, moe]
 
@@ -34,7 +33,7 @@ MODELS = [dense, hybrid, moe]
 @pytest.mark.parametrize("make", MODELS)
 def test_an_episode_of_one_turn_is_a_single_turn_bit_for_bit(make):
     """Tokens, log-probs, micro-batches, loss and gradient, whether it may continue or not."""
-    p, recipe = speaker(make), algo.grpo()
+    p, recipe = brief_policy(make), algo.grpo()
     tasks = [replace(task, columns={"turns": 1}) for task in TASKS]
     plain = sample(p, tasks, group_size=3, sampling=SHORT, key=3)
     assert {(one.turns[0].state, one.turns[0].observation_text, one.stop) for one in every(plain)} <= {
@@ -48,11 +47,11 @@ def test_an_episode_of_one_turn_is_a_single_turn_bit_for_bit(make):
             assert (one.turns[0].observation, one.turns[0].tokens) == (other.prompt, other.turns[0].tokens)
             assert one.turns[0].logprobs == other.turns[0].logprobs
             assert one.reward == other.reward
-        batches = [pack(groups, recipe) for groups in (plain, played)]
+        batches = [make_batch(groups, recipe) for groups in (plain, played)]
         for mine, own in zip(*batches, strict=True):
             assert all(mx.array_equal(getattr(mine, n), getattr(own, n)) for n in ("tokens", "mask", "advantages"))
         (metrics, grads), (others, more) = (gradient(p, batch, recipe) for batch in batches)
-        assert metrics["policy/loss"] == others["policy/loss"]
+        assert metrics["loss"] == others["loss"]
         leaves = [tree_flatten(tree) for tree in (grads, more)]
         assert all(mx.array_equal(a, b) for (_, a), (_, b) in zip(*leaves, strict=True))
 
@@ -60,7 +59,7 @@ def test_an_episode_of_one_turn_is_a_single_turn_bit_for_bit(make):
 @pytest.mark.parametrize("make", MODELS)
 def test_log_probs_are_those_of_the_tempered_distribution(make):
     """The trainer's log-probs of the same tokens, at the same temperature, are the sampler's."""
-    p = policy(make(), tokenizer(), lora=LoRA())
+    p = as_policy(make(), tokenizer(), lora=LoRA())
     moved(p)
     (group,) = sample(p, [Task("hello")], group_size=3, sampling=Sampling(max_tokens=9, temperature=0.7), key=1)
     for trajectory in group:
@@ -71,7 +70,7 @@ def test_log_probs_are_those_of_the_tempered_distribution(make):
 
 
 def test_a_task_that_stands_twice_is_two_groups():
-    p = policy(dense(), tokenizer(), lora=LoRA())
+    p = as_policy(dense(), tokenizer(), lora=LoRA())
     first, second = sample(p, [Task("hi"), Task("hi")], group_size=2, sampling=Sampling(max_tokens=8), key=0)
     assert len(first) == len(second) == 2
     assert len({t.turns[0].tokens for t in first + second}) == 4
@@ -79,7 +78,7 @@ def test_a_task_that_stands_twice_is_two_groups():
 
 
 def test_the_thinking_switch_is_a_setting_of_the_sampling():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     for thinking, end in ((None, "<think>"), (True, "<think>"), (False, "<think></think>")):
         sampling = Sampling(max_tokens=2, thinking=thinking)
         ((one,),) = sample(p, [Task("hi")], group_size=1, sampling=sampling)
@@ -87,7 +86,7 @@ def test_the_thinking_switch_is_a_setting_of_the_sampling():
 
 
 def test_a_prompt_that_fills_the_context_has_no_tokens():
-    p = policy(dense(max_position_embeddings=16), tokenizer(), lora=None)
+    p = as_policy(dense(max_position_embeddings=16), tokenizer(), lora=None)
     (group,) = sample(p, [Task("a prompt of more than sixteen bytes")], group_size=2)
     assert [(t.stop, t.length, t.text) for t in group] == [("length", 0, "")] * 2
 
@@ -108,15 +107,15 @@ def test_a_prompt_that_fills_the_context_has_no_tokens():
 )
 def test_what_cannot_be_sampled_is_refused_in_a_line(given, error):
     with pytest.raises(UserError) as caught:
-        sample(speaker(), TASKS, **{"group_size": 1, **given})
+        sample(brief_policy(), TASKS, **{"group_size": 1, **given})
     assert error in str(caught.value)
 
 
-# What ends it early, and what must not stay behind
+# What ends it early, and what it must restore
 
 
 def test_ctrl_c_keeps_the_trajectories_that_had_ended_and_restores_the_adapters():
-    p = policy(dense(), tokenizer(("<eos>", "<end>", "<bos>", "<pad>", "<user>")), lora=LoRA())
+    p = as_policy(dense(), tokenizer(("<eos>", "<end>", "<bos>", "<pad>", "<user>")), lora=LoRA())
     sampling = Sampling(max_tokens=100)
     calls = 0
 
@@ -142,7 +141,7 @@ def test_ctrl_c_keeps_the_trajectories_that_had_ended_and_restores_the_adapters(
 
 
 def test_an_interrupted_rollout_has_the_episodes_that_had_ended():
-    p = speaker()
+    p = brief_policy()
     steps = iter(range(1000))
 
     def interrupt(tokens, logits):
@@ -158,7 +157,7 @@ def test_an_interrupted_rollout_has_the_episodes_that_had_ended():
 
 def test_a_rollout_in_a_worker_thread():
     """The model was made, and a step compiled, in another thread."""
-    p = policy(hybrid(), tokenizer(), lora=LoRA())
+    p = as_policy(hybrid(), tokenizer(), lora=LoRA())
     here = sample(p, [Task("hi")], group_size=3, sampling=Sampling(max_tokens=12), key=2)
     there = []
     for _ in range(2):
@@ -171,7 +170,7 @@ def test_a_rollout_in_a_worker_thread():
 
 def test_memory_comes_back_and_does_not_grow():
     """50 rollouts of random sizes. Results that are kept hold no buffer; what is added is constants of new traces."""
-    p = policy(hybrid(2), tokenizer(), lora=LoRA())
+    p = as_policy(hybrid(2), tokenizer(), lora=LoRA())
     draw = random.Random(0)
 
     def one(seed):

@@ -16,12 +16,12 @@ from mlxrl.train.evaluate import evaluate
 from mlxrl.types import Task, Trajectory, Turn
 
 
-def attempt(text, prompt="1+1", **columns):
+def completion(text, prompt="1+1", **columns):
     return Trajectory(Task(prompt, columns), (Turn((1,), (2,), (0.0,), text),))
 
 
 def group(*texts, **columns):
-    return tuple(attempt(text, **columns) for text in texts)
+    return tuple(completion(text, **columns) for text in texts)
 
 
 def test_a_function_is_called_once_with_all_completions_in_order():
@@ -33,7 +33,7 @@ def test_a_function_is_called_once_with_all_completions_in_order():
 
     scored = score([group("a", "b", answer="a"), group("c", answer="d", level=1)], reward)
     assert calls == [(["1+1"] * 3, ["a", "b", "c"], ["a", "a", "d"], {"level": [None, None, 1]})]
-    assert [[one.reward for one in attempts] for attempts in scored] == [[1.0, 0.0], [0.0]]
+    assert [[one.reward for one in own] for own in scored] == [[1.0, 0.0], [0.0]]
     assert scored[0][0].rewards == {"reward": 1.0}
 
 
@@ -46,7 +46,7 @@ def test_messages_reach_a_function_as_messages_that_it_may_change():
         prompts[0][0]["content"] = completions[0][0]["content"] = "spoilt"
         return [0.0]
 
-    scored = score([(attempt("yes", prompt),)], [spoil, lambda **given: spoil(**given)])
+    scored = score([(completion("yes", prompt),)], [spoil, lambda **given: spoil(**given)])
     assert seen == [("[[{'role': 'user', 'content': 'hi'}]]", "[[{'role': 'assistant', 'content': 'yes'}]]")] * 2
     assert scored[0][0].task.prompt == prompt
 
@@ -85,7 +85,7 @@ def test_only_the_completions_that_raise_are_lost():
         return [1 / int(text) for text in completions]
 
     scored = score([group("2", "x", answer=1), group("0", "4")], fragile)
-    np.testing.assert_equal([one.reward for attempts in scored for one in attempts], [0.5, math.nan, math.nan, 0.25])
+    np.testing.assert_equal([one.reward for own in scored for one in own], [0.5, math.nan, math.nan, 0.25])
     assert sizes == [4, 1, 1, 1, 1]
 
 

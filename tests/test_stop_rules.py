@@ -13,12 +13,11 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from helpers import GREEDY, RAGGED, decode, requests
 from mlxrl.errors import UserError
-from mlxrl.policy.lora import LoRA
-from mlxrl.policy.policy import policy
+from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.sample import sample
 from mlxrl.rollout.sequence import Sequence
 from mlxrl.rollout.stop_rules import State, StepRules, advance, rules_of
-from mlxrl.settings import Sampling
+from mlxrl.settings import LoRA, Sampling
 from mlxrl.types import Task
 from models import dense, tokenizer
 
@@ -31,7 +30,7 @@ PENALTIES = [
 @pytest.mark.parametrize("penalties", PENALTIES)
 def test_penalties_and_processors_are_those_of_mlx_lm(penalties):
     """The built-in penalties, mlx-lm's processors, and mlx-lm's applied by hand draw the same tokens."""
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     prompts = [(20, 21, 20, 22, 20), (30,), tuple(range(40, 56))]
     context = {name.replace("penalty", "context_size"): 6 for name in penalties}
     processors = make_logits_processors(**penalties, **context)
@@ -54,7 +53,7 @@ def test_penalties_and_processors_are_those_of_mlx_lm(penalties):
 
 
 def test_no_stop_ends_a_sequence_before_the_minimum():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     stop_ids = tuple(range(0, 320, 2))
     free = decode(p, requests(RAGGED, 8, None, Sampling(max_tokens=20), stop_ids))
     late = decode(p, requests(RAGGED, 8, None, Sampling(max_tokens=20, min_tokens=5), stop_ids))
@@ -67,7 +66,7 @@ def test_no_stop_ends_a_sequence_before_the_minimum():
 
 
 def test_every_eos_of_the_tokenizer_stops_and_the_one_sampled_is_kept():
-    p = policy(dense(), tokenizer(("<eos>", "<end>")), lora=LoRA())
+    p = as_policy(dense(), tokenizer(("<eos>", "<end>")), lora=LoRA())
     ids = {p.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("<eos>", "<end>")}
     assert set(rules_of(p.tokenizer, Sampling()).stop_ids) == ids
     groups = sample(p, [Task("hi")] * 4, group_size=32, sampling=Sampling(max_tokens=40), key=3)
@@ -78,7 +77,7 @@ def test_every_eos_of_the_tokenizer_stops_and_the_one_sampled_is_kept():
 
 def test_stop_strings_end_a_sequence_across_token_borders_and_ids_are_kept():
     """A byte-level tokenizer: every string of two letters lies over a border."""
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     plain = decode(p, requests(RAGGED))
     letters = [[p.tokenizer.decode([token]) for token in one.tokens] for one in plain]
     string = letters[0][3] + letters[0][4]
@@ -96,7 +95,7 @@ def test_stop_strings_end_a_sequence_across_token_borders_and_ids_are_kept():
 
 
 def test_stop_strings_see_special_tokens_and_characters_of_several_tokens():
-    p = policy(dense(), tokenizer(), lora=None)
+    p = as_policy(dense(), tokenizer(), lora=None)
     out = decode(
         p, requests([(20,), (21,)], sampling=Sampling(max_tokens=9, stop_strings=("é</think>",))),
         processors=[written(p.tokenizer.encode("aéé</think>", add_special_tokens=False))],
@@ -129,9 +128,9 @@ class Marked:
 
 class TestThinking:
     def drawn(self, budget, *, prompt, ids, tokens=10, start=(7,), end=(8,)) -> Sequence:
-        p = replace(policy(dense(), tokenizer(), lora=None), tokenizer=Marked(start, end))
-        asked = requests([prompt], sampling=Sampling(max_tokens=tokens, thinking_budget=budget), stop_ids=(2,))
-        (one,) = decode(p, asked, processors=[written(ids, len(prompt))])
+        p = replace(as_policy(dense(), tokenizer(), lora=None), tokenizer=Marked(start, end))
+        submitted = requests([prompt], sampling=Sampling(max_tokens=tokens, thinking_budget=budget), stop_ids=(2,))
+        (one,) = decode(p, submitted, processors=[written(ids, len(prompt))])
         return one
 
     def test_a_block_that_the_prompt_opened_is_closed_when_the_budget_is_spent(self):
@@ -168,7 +167,7 @@ class TestThinking:
 
     def test_forced_tokens_reach_the_turn_and_a_tokenizer_without_thinking_is_refused(self):
         """The prompt's template opens a block. Tokens of the tokenizer: </think> is 8."""
-        p = policy(dense(), tokenizer(), lora=None)
+        p = as_policy(dense(), tokenizer(), lora=None)
         sampling = Sampling(max_tokens=12, thinking_budget=4)
         (group,) = sample(p, [Task("hi")], group_size=8, sampling=sampling)
         for trajectory in group:

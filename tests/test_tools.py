@@ -15,12 +15,13 @@ from helpers import MAZE, MINIMAL, a_policy
 from mlxrl import algo, config
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.environment import EpisodeError, prepare
-from mlxrl.rollout.episodes import rollout
+from mlxrl.rollout.sample import sample
+from mlxrl.runs.experiment import Experiment
 from mlxrl.settings import Sampling
 from mlxrl.tools import Tools, parser_of
-from mlxrl.train.batch import pack
+from mlxrl.train import loop
+from mlxrl.train.batch import make_batch
 from mlxrl.train.evaluate import evaluate
-from mlxrl.train.loop import train
 from mlxrl.types import Task
 from models import TEMPLATE, dense, tokenizer
 
@@ -182,15 +183,14 @@ def test_a_factory_that_a_config_names_is_prepared(tmp_path: Any) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "2+3?", "answer": "5"}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "2+4?", "answer": "6"}\n')
     (tmp_path / "run.toml").write_text(MINIMAL)
-    named = f"environment.factory={MAZE.with_name('calculator.py')}:calculator"
-    settings = config.read(tmp_path / "run.toml", [named])
+    named = [f"environment.factory={MAZE.with_name('calculator.py')}:calculator", "rollout.tasks_per_step=1"]
+    made = Experiment.of(*config.read(tmp_path / "run.toml", named)).environment
     with pytest.raises(config.ConfigError, match=r"grpo learns from rewards, and \S+:calculator gives none"):
-        config.read(tmp_path / "run.toml", [named, "reward.functions=[]"])
+        Experiment.of(*config.read(tmp_path / "run.toml", [*named, "reward.functions=[]"]))
     with pytest.raises(ValueError, match="grpo learns from rewards; wanted at least one function, got none"):
-        next(train(a_policy(), [Task("x")], algo.grpo(), steps=1, environment=Tools([add])))
+        next(loop.run(a_policy(), [Task("x")], algo.grpo(), steps=1, environment=Tools([add])))
     with pytest.raises(ValueError, match="evaluate: reward: wanted at least one function, got none"):
         evaluate(a_policy(), [Task("x")], environment=Tools([add]))
-    made = config.environment(settings)
     assert made is not None
     with pytest.raises(EpisodeError, match="environment: tools: mlx-lm knows no tool calls of this model"):
         prepare(made, tokenizer())
@@ -227,19 +227,19 @@ def scripted(tokenizer: Any, lines: list[str]) -> Any:
         ids = tokens.tolist()
         places = [place for place, token in enumerate(ids) if token == turn]
         line = tokenizer.encode(lines[len(places) - 1], add_special_tokens=False)
-        said = len(ids) - places[-1] - 1
-        wanted = line[said] if said < len(line) else tokenizer.eos_token_id
+        written = len(ids) - places[-1] - 1
+        wanted = line[written] if written < len(line) else tokenizer.eos_token_id
         return mx.where(mx.arange(logits.shape[-1])[None] == wanted, 0.0, -1e9)
 
     return process
 
 
 def test_an_episode_with_tools() -> None:
-    """The model calls, reads 5, and answers. What the tool said is read, not learned."""
+    """The model calls, reads 5, and answers. What the tool answered is read, not learned."""
     p = as_policy(dense(), offering(), lora=None)
     lines = [call("add", a=2, b=3), "It is 5."]
     tools = Tools([add])
-    (group,) = rollout(
+    (group,) = sample(
         p, [Task("2+3?")], group_size=2, environment=tools, sampling=Sampling(max_tokens=120),
         processors=[scripted(p.tokenizer, lines)],
     )  # fmt: skip
@@ -253,7 +253,7 @@ def test_an_episode_with_tools() -> None:
         type(one)(one.task, one.turns, reward, one.stop, one.sampling)
         for one, reward in zip(group, (1.0, 0.0), strict=True)
     )
-    trained = pack([scored], algo.grpo())
+    trained = make_batch([scored], algo.grpo())
     learned = sum(float(m.mask.sum()) for m in trained)
     assert learned == sum(len(turn.tokens) for one in group for turn in one.turns)
     m = trained.micro_batches[0]
@@ -273,5 +273,5 @@ def test_a_rollout_asks_a_factory_to_look_at_its_tokenizer() -> None:
             super().prepare(tokenizer)
 
     p = a_policy()
-    rollout(p, [Task("x")], group_size=1, environment=Factory([add], parser="json_tools", offered=False))
+    sample(p, [Task("x")], group_size=1, environment=Factory([add], parser="json_tools", offered=False))
     assert seen == [p.tokenizer]

@@ -7,10 +7,9 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers import moved
-from mlxrl.policy.lora import LoRA
-from mlxrl.policy.policy import Policy, policy
+from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.rollout.sample import sample
-from mlxrl.settings import EpisodeLimits, Sampling
+from mlxrl.settings import EpisodeLimits, LoRA, Sampling
 from mlxrl.types import Feedback, Group, Task, Trajectory
 from models import dense, tokenizer
 
@@ -32,15 +31,15 @@ def words(template: str | None = NEWLINE, eos: tuple[str, ...] = ("<end>",), mor
     return made
 
 
-def speaker(make: Any = dense, template: str | None = NEWLINE, more: int = 30, **changes: Any) -> Policy:
+def brief_policy(make: Any = dense, template: str | None = NEWLINE, more: int = 30, **changes: Any) -> Policy:
     """A policy whose replies end after a few letters."""
-    p = policy(make(**changes), words(template, more=more), lora=LoRA())
+    p = as_policy(make(**changes), words(template, more=more), lora=LoRA())
     moved(p)
     return p
 
 
 class Counting:
-    """Says how often it was answered, as many times as its task says."""
+    """Counts its answers; an episode has as many turns as its task wants."""
 
     def reset(self, task: Task) -> Any:
         self.task, self.turn = task, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl import settings
-from mlxrl.errors import UserError, one_line
+from mlxrl.errors import UserError, message_of, one_line
 from mlxrl.policy import lora as adapters
 from mlxrl.policy.head import Head, split
 from mlxrl.policy.lora import Adapted
@@ -125,7 +126,7 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
     try:
         loaded: Any = mlx_lm.load(str(path) if path.exists() else id, lazy=lazy, return_config=True)
     except Exception as error:  # the files may hold anything, and what reads them raises anything
-        raise ModelError("model", "id", f"{id} could not be loaded: {one_line(error, 300)}") from error
+        raise ModelError("model", "id", f"{id} could not be loaded: {one_line(message_of(error), 300)}") from error
     return loaded
 
 
@@ -148,15 +149,24 @@ def skeleton(id: str) -> nn.Module | None:
     folder = folder_of(id)
     if folder is None or not (folder / "config.json").is_file():
         return None
-    from mlx_lm.utils import _get_classes, load_config  # pyright: ignore
+    from mlx_lm.utils import load_config
 
     try:
-        config = load_config(folder)
-        model_class, arguments = _get_classes(config)
-        return model_class(arguments.from_dict(config))
+        return built(load_config(folder))
     except Exception as error:  # as above
         message = f"makes no model: {type(error).__name__}: {error}"
         raise ModelError(str(folder / "config.json"), message) from error
+
+
+def built(config: Mapping[str, Any]) -> Any:
+    """The model of an mlx-lm config, of which nothing is evaluated; layers are packed that its `quantization` names."""
+    from mlx_lm.utils import _get_classes  # pyright: ignore
+
+    model_class, arguments = _get_classes(dict(config))
+    model = model_class(arguments.from_dict(dict(config)))
+    if layers := config.get("quantization"):
+        nn.quantize(model, class_predicate=lambda name, _: layers.get(name, False))
+    return model
 
 
 def outline(id: str, lora: LoRA) -> list[Adapted] | None:

@@ -14,7 +14,7 @@ from mlxrl.errors import UserError
 from mlxrl.policy import gguf
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.lora import layers_of
-from mlxrl.policy.policy import folder_of, load_mlx_lm
+from mlxrl.policy.policy import built, folder_of, load_mlx_lm
 
 FEW, SOME = 2, 6
 """Layers that stand for those of a model with more."""
@@ -112,17 +112,6 @@ def skeleton(id: str, dtype: str | None = None) -> Skeleton:
         if dtype:
             model.set_dtype(getattr(mx, dtype))
     return Skeleton(id, config, model, tokenizer, sum(file.stat().st_size for file in files))
-
-
-def built(config: Mapping[str, Any]) -> Any:
-    """The model of an mlx-lm config with random weights; layers are packed that its `quantization` names."""
-    from mlx_lm.utils import _get_classes  # pyright: ignore
-
-    model_class, arguments = _get_classes(dict(config))
-    model = model_class(arguments.from_dict(dict(config)))
-    if layers := config.get("quantization"):
-        nn.quantize(model, class_predicate=lambda name, _: layers.get(name, False))
-    return model
 
 
 def _packing(module: Any) -> dict[str, Any] | bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,6 +50,7 @@ class Experiment:
         try:
             algorithm = _within((), algo.build, settings.algorithm)
             rewards, environment = rewards_of(settings.reward), _environment(settings)
+            _check_settings(settings)
             _check_algorithm(settings, algorithm)
             _check_rewards(settings, algorithm, rewards, environment)
             _check_teacher(settings, algorithm)
@@ -64,7 +65,7 @@ class Experiment:
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         return cls(
-            settings, origin, algorithm, algo.arguments_of(algorithm), rewards, environment, tuple(tasks),
+            settings, origin, algorithm, _table(settings, algorithm), rewards, environment, tuple(tasks),
             tuple(held_out), sinks,
         )  # fmt: skip
 
@@ -146,6 +147,18 @@ def _within(where: tuple[str, ...], function: Callable[..., T], *arguments: Any)
         raise SettingError(*where, *error.parts) from error.__cause__
 
 
+def _table(settings: Config, algorithm: Algorithm) -> Mapping[str, Any]:
+    """The table that makes the algorithm again, with every argument of a recipe.
+
+    TOML has no None. Where an argument is None by a convention, the convention's name says so.
+    """
+    given = settings.algorithm
+    if ":" in given.get("name", ""):
+        return given
+    kept = {name: given[name] for name in ("convention",) if name in given}
+    return {"name": algorithm.name, **kept, **algo.arguments_of(algorithm)}
+
+
 def _environment(settings: Config) -> Factory | None:
     """What makes the environments of episodes, None where the config names nothing."""
     world = settings.environment
@@ -162,9 +175,41 @@ def _sink(name: str) -> Sink:
 
 def _tasks(settings: Config, source: str, limit: int | None) -> list[Task]:
     data = settings.data
-    if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit")]:
-        raise SettingError("data", "columns", f"{taken[0]!r} is a name that is taken; rename the column to another")
     return read_tasks(source, data.prompt, system=data.system, limit=limit, **data.columns)
+
+
+def _check_settings(settings: Config) -> None:
+    """SettingError for settings of two tables that do not go together, or with which nothing can be learned."""
+    sampling, steps = settings.sampling, settings.steps
+    parts, tasks = settings.train.minibatches, settings.rollout.tasks_per_step
+    taken = [name for name in settings.data.columns if name in ("source", "prompt", "system", "limit")]
+    equal, warmup = "makes a group's completions all equal and nothing is learned", settings.optimizer.warmup_steps
+    faults = {
+        ("data", "columns"): taken and f"{taken[0]!r} is a name that is taken; rename the column to another",
+        ("sampling", "temperature"): sampling.temperature == 0 and f"wanted more than 0, got 0, which {equal}",
+        ("sampling", "top_k"): sampling.top_k == 1 and f"1 {equal}; 0 is off",
+        ("reward", "overlong_buffer"): _overlong(settings),
+        ("train", "minibatches"): parts > tasks and f"wanted at most the {tasks} groups of a step, got {parts}",
+        ("optimizer", "warmup_steps"): warmup >= steps and f"wanted less than the {steps} steps, got {warmup}",
+        ("data", "evaluation"): settings.data.evaluation == settings.data.train
+        and "wanted examples that are not trained on, got the training data",
+    }
+    if settings.data.evaluation is None:
+        given = {("evaluation", one.name): getattr(settings.evaluation, one.name) != one.default
+                 for one in fields(settings.evaluation)}  # fmt: skip
+        given["run", "evaluate_every"] = settings.run.evaluate_every > 0
+        faults |= {where: wrong and "has no effect without data.evaluation" for where, wrong in given.items()}
+    for where, why in faults.items():
+        if why:
+            raise SettingError(*where, str(why))
+
+
+def _overlong(settings: Config) -> str:
+    """What is wrong with the overlong buffer, "" where nothing is."""
+    buffer, limit = settings.reward.overlong_buffer, settings.sampling.max_tokens
+    if buffer and settings.environment.factory is not None:
+        return "wanted 0 with an environment, whose turns have a limit each"
+    return f"wanted at most sampling.max_tokens, {limit}, got {buffer}" if buffer > limit else ""
 
 
 def _check_algorithm(settings: Config, algorithm: Algorithm) -> None:
@@ -209,6 +254,8 @@ def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
     if teacher.id == "base" and teacher.hint is None and "reward" not in algorithm.needs:
         why = "'base' is what training starts from, so nothing is learned; wanted a hint, or algorithm.reward"
         raise SettingError("teacher", "id", why)
+    if teacher.hint is not None and settings.environment.factory is not None:
+        raise SettingError("teacher", "hint", "an environment writes the prompts; leave the hint out")
 
 
 def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_out: Sequence[Task]) -> None:

@@ -115,7 +115,8 @@ class Run:
         for step in self.experiment.steps(policy, state):
             done = step.index + 1
             if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
-                self.folder.event("no signal", step=done, groups=step.metrics["groups/sampled"])
+                counts = {name: step.metrics[name] for name in ("groups/sampled", "groups/used", "rollout/rounds")}
+                self.folder.event("no signal", step=done, **counts)
             for sink in self.sinks:
                 sink.step(step)
             if due(config.run.checkpoint_every, done):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mlxrl.errors import UserError, brief, exception_line
 from mlxrl.files import append_line
 from mlxrl.rewards import best_and_worst
+from mlxrl.text import safe
 from mlxrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -60,16 +62,18 @@ METHODS = ("begin", "step", "evaluation", "end")
 
 
 class UserSink(Sink):
-    """A function of a step, an object with some of a sink's methods, or a class of such objects.
+    """A sink of the user's: an object with some of a sink's methods, what makes one when called without arguments, or
+    a function of a step.
 
     What it raises is a warning, and it receives nothing more: a run does not end for its sake.
     """
 
     def __init__(self, name: str, given: Any) -> None:
-        try:
-            given = given() if isinstance(given, type) else given
-        except (Exception, SystemExit) as error:
-            raise UserError(f"{name!r}", f"cannot be made: {exception_line(error)}") from error
+        if callable(given) and _makes(given):
+            try:
+                given = given()
+            except (Exception, SystemExit) as error:
+                raise UserError(f"{name!r}", f"cannot be made: {exception_line(error)}") from error
         self._name = name
         self._methods = {method: function for method in METHODS if callable(function := getattr(given, method, None))}
         if not self._methods and callable(given):
@@ -77,8 +81,22 @@ class UserSink(Sink):
         if not self._methods:
             why = f"wanted a function of a step, or an object with {', '.join(METHODS)}, got {brief(given)}"
             raise UserError(f"{name!r}", why)
-        for method in METHODS:
-            setattr(self, method, lambda *arguments, method=method: self._send(method, *arguments))
+
+    def begin(self, run: Description) -> None:
+        """Hand it on."""
+        self._send("begin", run)
+
+    def step(self, step: Step) -> None:
+        """Hand it on."""
+        self._send("step", step)
+
+    def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
+        """Hand it on."""
+        self._send("evaluation", when, summary)
+
+    def end(self, outcome: Outcome) -> None:
+        """Hand it on."""
+        self._send("end", outcome)
 
     def _send(self, method: str, *arguments: Any) -> None:
         if method not in self._methods:
@@ -87,8 +105,19 @@ class UserSink(Sink):
             self._methods[method](*arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (user code)
             self._methods = {}
-            line = exception_line(error)
+            line = safe(exception_line(error))
             warnings.warn(f"sink {self._name}: {method}: {line}; it receives nothing more", stacklevel=2)
+
+
+def _makes(given: Any) -> bool:
+    """Whether something can be called without arguments, as a class of sinks or a function that makes one."""
+    if any(callable(getattr(given, method, None)) for method in METHODS) and not isinstance(given, type):
+        return False
+    try:
+        inspect.signature(given).bind()
+    except (TypeError, ValueError):
+        return isinstance(given, type)
+    return True
 
 
 class MetricsFile(Sink):

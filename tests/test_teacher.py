@@ -1,8 +1,7 @@
-"""A teacher in training: another model, the base, or the policy under a hint, in every form of comparison."""
+"""A teacher in training: another model, the base, or the policy with a hint, in every form of comparison."""
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +11,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers import HINT, a_policy, assert_same_gradient, flat, length, made, moved, rows, with_tasks
+from helpers import a_policy, assert_same_gradient, flat, made, rows, with_tasks
 from mlxrl import algo
 from mlxrl.algo import divergence
 from mlxrl.algo.terms import (
@@ -28,11 +27,11 @@ from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.lora import without_adapters
 from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.rollout.chat import render
-from mlxrl.settings import LoRA, Sampling
-from mlxrl.train.batch import pack
-from mlxrl.train.loop import train
+from mlxrl.settings import Train
+from mlxrl.train.batch import make_batch
+from mlxrl.train.gradient import gradient
 from mlxrl.train.teacher import Teacher, hinted, teacher_of
-from mlxrl.train.update import fill, gradient, update
+from mlxrl.train.update import complete, update
 from mlxrl.types import Batch, Task
 from models import dense, tokenizer
 from oracles.extra import gather, log_softmax
@@ -65,51 +64,52 @@ def whole(p: Policy, prompt: tuple[int, ...], action: tuple[int, ...]) -> mx.arr
 
 
 def a_batch(algorithm: Any, size: int = 4) -> Batch:
-    """One group; of 4 attempts it shares its prompt, of 2 it does not."""
-    return pack([with_tasks(made([1.0, 0.0, 0.5, 0.2][:size], lengths=[3, 5, 2, 4][:size]))], algorithm)
+    """One group; of 4 trajectories it shares its prompt, of 2 it does not."""
+    return make_batch([with_tasks(made([1.0, 0.0, 0.5, 0.2][:size], lengths=[3, 5, 2, 4][:size]))], algorithm)
 
 
 @pytest.mark.parametrize("size", [2, 9])
 def test_the_teacher_is_forced_on_the_same_tokens_under_its_own_prompt(size):
     p, other = a_policy(), a_teacher()
     groups = [with_tasks(made([float(n) for n in range(size)]))]
-    batch = pack(groups, algo.opd())
+    batch = make_batch(groups, algo.opd())
     assert all((m.prefix.size > 0) == (size == 9) for m in batch)
     prompts = {None: groups[0][0].prompt, "hint": render(tokenizer(), hinted(groups[0][0].task, "hint"))}
     assert len(prompts["hint"]) > len(prompts[None])
-    cases = [(other, None), (other, "hint"), ("base", None), ("base", "hint"), (None, "hint")]
-    for given, hint in cases:
-        judge = teacher_of(p, algo.opd(), given, hint)
-        assert judge is not None
-        filled = fill(p, batch, frozenset({"teacher", "reference"} if given == "base" else {"teacher"}), teacher=judge)
-        with without_adapters(p) if given == "base" else nullcontext():
-            for row, got in rows(filled, "teacher_logprobs").items():
-                action = groups[0][row].turns[0].tokens
-                wanted = gather(whole(judge.policy, prompts[hint], action), mx.array(action))
+    given = [other, Teacher(other, hint="hint"), "base", Teacher(base=True, hint="hint"), Teacher(hint="hint")]
+    for one in given:
+        teacher = teacher_of(p, algo.opd(), one)
+        assert teacher is not None
+        needs = frozenset({"teacher", "reference"} if teacher.base else {"teacher"})
+        completed = complete(p, batch, algo.opd(), needs, teacher)
+        with without_adapters(p) if teacher.base else nullcontext():
+            for number, got in rows(completed, "teacher_logprobs").items():
+                action = groups[0][number].turns[0].tokens
+                wanted = gather(whole(teacher.model, prompts[teacher.hint], action), mx.array(action))
                 np.testing.assert_allclose(got, np.array(wanted), rtol=1e-5, atol=2e-5)
-        if (given, hint) == ("base", None):
-            for m in filled:
+        if one == "base":
+            for m in completed:
                 assert mx.array_equal(m.teacher_logprobs, m.reference_logprobs)
 
 
 @pytest.mark.parametrize("term", TERMS[2:], ids=name_of)
 def test_comparisons_are_those_of_all_logits_at_once(term, monkeypatch):
-    """Value and gradient against log-probs [T, V] of both models, and chunks that cut through rows."""
+    """Value and gradient against log-probs [T, V] of both models, in chunks that cut through sequences."""
     p, other, algorithm = a_policy(), a_teacher(), algo.opd(teacher=term)
     batch = a_batch(algorithm)
     monkeypatch.setattr(head, "CHUNK", 320 * 3)
-    filled = fill(p, batch, frozenset({"teacher"}), algo=algorithm, teacher=Teacher(other))
-    metrics, got = gradient(p, filled, algorithm, Teacher(other))
+    completed = complete(p, batch, algorithm, frozenset({"teacher"}), Teacher(other))
+    metrics, got = gradient(p, completed, algorithm, Teacher(other))
     group, tokens = batch.groups[0], batch.totals.tokens
-    ids = None if isinstance(term, TeacherVocabulary) else rows(filled, "top_ids")
+    ids = None if isinstance(term, TeacherVocabulary) else rows(completed, "top_ids")
 
     def loss() -> mx.array:
         total = mx.array(0.0)
-        for row, one in enumerate(group):
+        for number, one in enumerate(group):
             (turn,) = one.turns
             pair = [whole(model, one.prompt, turn.tokens) for model in (p, other)]
             if ids is not None:
-                pair = [gather(logp, mx.array(ids[row])) for logp in pair]
+                pair = [gather(logp, mx.array(ids[number])) for logp in pair]
             total = total + by_definition(term, *pair).sum()
         return total / tokens
 
@@ -118,7 +118,7 @@ def test_comparisons_are_those_of_all_logits_at_once(term, monkeypatch):
     assert_same_gradient(got, wanted, 2e-4)
     if not isinstance(term, TeacherSurrogate):
         assert metrics["teacher/kl"] == pytest.approx(value.item(), rel=1e-4)
-    if ids is not None and filled.micro_batches[0].top_ids is not None and algorithm.comparison.support == "teacher":
+    if ids is not None and completed.micro_batches[0].top_ids is not None and algorithm.comparison.support == "teacher":
         best = np.argsort(-np.array(whole(other, group[0].prompt, group[0].turns[0].tokens)), axis=-1)[:, :8]
         assert [set(own) for own in ids[0].tolist()] == [set(own) for own in best.tolist()]
 
@@ -142,13 +142,13 @@ def by_definition(term: Any, student: mx.array, teacher: mx.array) -> mx.array:
 @pytest.mark.parametrize(("base", "hint"), [(True, None), (False, "hint")])
 def test_passes_that_share_a_prompt_change_nothing(term, base, hint):
     p, algorithm = a_policy(keys=("self_attn.q_proj", "model.embed_tokens")), algo.opd(teacher=term)
-    group, judge = with_tasks(made([float(n) for n in range(9)])), Teacher(p, base=base, hint=hint)
+    group, teacher = with_tasks(made([float(n) for n in range(9)])), Teacher(p, base=base, hint=hint)
 
     def of(tokens: int | None) -> tuple[int, Any]:
-        batch = pack([group], algorithm, tokens_per_pass=tokens)
+        batch = make_batch([group], algorithm, Train(tokens_per_pass=tokens))
         assert all(m.prefix.size for m in batch)
-        filled = fill(p, batch, frozenset({"teacher"}), algo=algorithm, teacher=judge)
-        return len(batch), gradient(p, filled, algorithm, judge)[1]
+        completed = complete(p, batch, algorithm, frozenset({"teacher"}), teacher)
+        return len(batch), gradient(p, completed, algorithm, teacher)[1]
 
     (one, wanted), (several, got) = of(None), of(40)
     assert (one, several > 2) == (1, True)
@@ -175,10 +175,10 @@ def test_every_form_brings_the_student_closer(term):
     assert metrics["teacher/coefficient"] == 1.0
 
 
-def test_candidates_and_old_logprobs_survive_several_updates():
+def test_top_ids_and_old_logprobs_stay_those_from_before_several_updates():
     p, other = a_policy(), a_teacher()
     algorithm = algo.opd(teacher=TeacherSurrogate(k=8))
-    batch = fill(p, a_batch(algorithm), algorithm.needs | {"old"}, algo=algorithm, teacher=Teacher(other))
+    batch = complete(p, a_batch(algorithm), algorithm, algorithm.needs | {"old"}, Teacher(other))
     (m,) = batch
     assert mx.array_equal(m.old_logprobs, logprobs(p, m).token_logprobs)
     first = gradient(p, batch, algorithm, Teacher(other))
@@ -195,39 +195,18 @@ def test_candidates_and_old_logprobs_survive_several_updates():
 
 
 def test_a_reward_is_mixed_in_by_its_weight():
-    p, other = a_policy(), a_teacher()
-    batch = {weight: pack([with_tasks(made([1.0, 0.0]))], algo.opd(reward=weight)) for weight in (0.0, 0.5)}
-    judge = Teacher(other)
-    both, taught, rewarded = (
-        gradient(p, fill(p, pack([with_tasks(made([1.0, 0.0]))], one), one.needs - {"old"}, teacher=judge), one, judge)[
-            1
-        ]
-        for one in (
-            algo.opd(reward=0.5, reduction="sequence_mean"),
-            algo.opd(reduction="sequence_mean"),
-            algo.opd(reward=0.5, teacher=TeacherAdvantage(coefficient=1e-9), reduction="sequence_mean"),
-        )
-    )
-    assert_same_gradient(both, {n: v + flat(rewarded)[n] for n, v in flat(taught).items()}, 1e-4)
-    assert not mx.any(batch[0.0].micro_batches[0].advantages).item()
+    p, teacher, groups = a_policy(), Teacher(a_teacher()), [with_tasks(made([1.0, 0.0]))]
 
+    def of(**options: Any) -> Any:
+        algorithm = algo.opd(reduction="sequence_mean", **options)
+        batch = make_batch(groups, algorithm)
+        assert mx.any(batch.micro_batches[0].advantages).item() == ("reward" in options)
+        batch = complete(p, batch, algorithm, algorithm.needs - {"old"}, teacher)
+        return flat(gradient(p, batch, algorithm, teacher)[1])
 
-@pytest.mark.parametrize("term", [TeacherTopK(k=8), TeacherVocabulary()], ids=name_of)
-def test_no_more_than_a_chunk_of_logits_exists(term, monkeypatch):
-    """4 rows of 16 tokens over 40,960 words: all logits are 10 MB, of the teacher and of the student."""
-    wide = {"vocab_size": 40960, "tie_word_embeddings": True}
-    p = as_policy(dense(**wide), tokenizer(), lora=LoRA(rank=4))
-    moved(p.model)
-    other, algorithm = a_teacher(**wide), algo.opd(teacher=term)
-    batch = pack([made([0.0, 1.0, 2.0, 3.0], prompt=4, lengths=[16] * 4)], algorithm)
-    monkeypatch.setattr(head, "CHUNK", 2**21)  # 8 MB, and 1 MB where distributions are compared
-    judge = Teacher(other)
-    mx.clear_cache()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    filled = fill(p, batch, frozenset({"teacher"}), algo=algorithm, teacher=judge)
-    gradient(p, filled, algorithm, judge)
-    assert mx.get_peak_memory() - resting < 40e6  # all at once it is 120 MB; a busy CPU runs further ahead
+    both, taught = of(reward=0.5), of()
+    rewarded = of(reward=0.5, teacher=TeacherAdvantage(coefficient=1e-9))
+    assert_same_gradient(both, {name: value + rewarded[name] for name, value in taught.items()}, 1e-4)
 
 
 def test_vocabularies_are_compared():
@@ -241,48 +220,48 @@ def test_vocabularies_are_compared():
     swapped = {**vocabulary, first: 21, second: 20}
     other._tokenizer.get_vocab = lambda: swapped
     with pytest.raises(ValueError, match=rf"token 20 is '{first}' for the student and '{second}' for the teacher"):
-        update(
-            a_policy(), optim.SGD(0.1), a_batch(algo.opd()), algo.opd(), teacher=as_policy(dense(1), other, lora=None)
-        )
+        teacher_of(a_policy(), algo.opd(), as_policy(dense(1), other, lora=None))
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "given", "hint", "message"),
+    ("algorithm", "given", "message"),
     [
-        (algo.opd(), None, None, "opd learns from one; wanted teacher="),
-        (algo.grpo(), "base", None, "no effect, because grpo does not learn from one"),
-        (algo.grpo(), None, "hint", "no effect, because grpo does not learn from one"),
-        (algo.opd(), "bas", None, r"wanted a policy, as mlxrl.load\('bas', lora=None\) gives"),
-        (algo.opd(), "self", None, "is the student itself, which teaches nothing"),
-        (algo.opd(), None, "answer", "wanted a text in column 'answer' of every task, got None; there are hint, none"),
-        (algo.opd(), "base", "none", "wanted a text in column 'none' of every task, got ''"),
+        (algo.opd(), None, r"opd learns from one; wanted a policy, 'base', or Teacher\(hint=...\)"),
+        (algo.grpo(), "base", "has no effect, because grpo does not learn from one"),
+        (algo.grpo(), Teacher(hint="hint"), "has no effect, because grpo does not learn from one"),
+        (algo.opd(), "bas", r'wanted a policy, as mlxrl.load\("bas", lora=None\) gives'),
+        (algo.opd(), "self", "is the student itself, which teaches nothing"),
+        (algo.opd(), Teacher(), "is the student itself, which teaches nothing"),
+        (algo.opd(), Teacher(hint="answer"), "a text in column 'answer' of every task, got nothing .*; there are hint"),
+        (algo.opd(), Teacher(base=True, hint="none"), 'a text in column .none. of every task, got ""; there are'),
     ],
 )  # fmt: skip
-def test_teachers_that_teach_nothing_are_refused(algorithm, given, hint, message):
+def test_teachers_that_teach_nothing_are_refused(algorithm, given, message):
     p = a_policy()
     with pytest.raises(ValueError, match=message):
-        update(p, optim.SGD(0.1), a_batch(algorithm), algorithm, teacher=p if given == "self" else given, hint=hint)
+        update(p, optim.SGD(0.1), a_batch(algorithm), algorithm, teacher=p if given == "self" else given)
 
 
-def test_a_hint_stands_behind_the_last_message():
+def test_a_hint_stands_after_the_last_message():
     chat = Task(({"role": "system", "content": "s"}, {"role": "user", "content": "q"}), {"h": "x"})
     assert hinted(chat, "h").prompt == (chat.prompt[0], {"role": "user", "content": "q\n\nx"})
     assert hinted(Task("q", {"h": "x"}), "h").prompt == "q\n\nx"
 
 
-@pytest.mark.parametrize("term", [TERMS[0], TERMS[5], TERMS[6]], ids=name_of)
-def test_training_needs_no_reward(term):
-    p, other = a_policy(), a_teacher()
-    run: dict[str, Any] = {"steps": 2, "tasks_per_step": 2, "group_size": 2, "sampling": Sampling(max_tokens=5)}
-    tasks = [Task(text, {"hint": HINT}) for text in ("one", "two", "three")]
-    found = list(train(p, tasks, algo.opd(teacher=term), teacher=other, minibatches=2, **run))
-    for step in found:
-        assert math.isnan(step.metrics["reward"])
-        assert step.metrics["rewards/unscored"] == step.metrics["groups/zero_variance"] == 0
-        assert step.metrics["updates"] == 2
-        assert step.metrics["teacher/kl"] != 0
-    scored = list(train(p, tasks, algo.opd(teacher=term), hint="hint", reward=length, **run))
-    assert all(step.metrics["updates"] == 1 for step in scored)
-    assert all(math.isfinite(step.metrics["reward"]) for step in scored)
-    with pytest.raises(ValueError, match="grpo learns from rewards; wanted at least one function"):
-        next(train(p, tasks, algo.grpo(), **run))
+@pytest.mark.parametrize("hint", [None, "hint"])
+@pytest.mark.parametrize("size", [2, 9])
+def test_a_teacher_scores_what_is_left_of_a_shortened_sequence(size, hint):
+    """Under a hinted prompt sequences are laid out anew, and end after the same token."""
+    p, algorithm = a_policy(dense), algo.opd()
+    group = with_tasks(made([float(n) for n in range(size)], lengths=list(range(3, 3 + size))))
+
+    def of(limit: int | None) -> tuple[int, dict[int, np.ndarray]]:
+        batch = make_batch([group], algorithm, Train(max_tokens_per_row=limit))
+        completed = complete(p, batch, algorithm, frozenset({"teacher"}), Teacher(p, hint=hint))
+        return sum(batch.dropped_tokens.values()), rows(completed, "teacher_logprobs")
+
+    (none, wanted), (dropped, got) = of(None), of(len(group[0].prompt) + 4)
+    assert (none, dropped) == (0, sum(max(n - 4, 0) for n in range(3, 3 + size)))
+    for number, values in got.items():
+        assert len(values) == min(3 + number, 4)
+        np.testing.assert_allclose(values, wanted[number][: len(values)], rtol=1e-5, atol=2e-5)

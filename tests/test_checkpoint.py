@@ -1,0 +1,36 @@
+"""Checkpoints: what the next step of a run needs."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+
+from helpers import a_policy, flat, made
+from mlxrl.algo.recipes import grpo
+from mlxrl.train import checkpoint
+from mlxrl.train.batch import make_batch
+from mlxrl.train.loop import RunState
+from mlxrl.train.update import update
+
+
+def test_a_checkpoint_brings_back_adapters_optimizer_and_counters(tmp_path):
+    algorithm, batch = grpo(), make_batch([made([1.0, 0.0])], grpo())
+    p, state = a_policy(), RunState(optim.AdamW(optim.cosine_decay(1e-2, 10)), step=1, skipped=2)
+    update(p, state.optimizer, batch, algorithm)
+    checkpoint.save(tmp_path, p, state)
+    other, restored = a_policy(move=False), RunState(optim.AdamW(optim.cosine_decay(1e-2, 10)))
+    checkpoint.restore(tmp_path, other, restored)
+    assert (restored.step, restored.skipped) == (1, 2)
+    for one, of in ((p, state), (other, restored)):
+        update(one, of.optimizer, batch, algorithm)
+    wanted, got = flat(p.model.trainable_parameters()), flat(other.model.trainable_parameters())
+    assert all(mx.array_equal(got[name], value) for name, value in wanted.items())
+
+
+def test_a_folder_without_the_last_file_is_not_a_checkpoint(tmp_path):
+    p, state = a_policy(), RunState(optim.SGD(1e-2))
+    checkpoint.save(tmp_path, p, state)
+    (tmp_path / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"no state\.json; wanted a checkpoint that a run has saved"):
+        checkpoint.restore(tmp_path, p, state)

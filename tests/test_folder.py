@@ -1,0 +1,75 @@
+"""The run folder: never overwritten, never torn."""
+
+import os
+
+import pytest
+
+from mlxrl.files import read_lines
+from mlxrl.runs import folder as folder_module
+from mlxrl.runs.folder import create, free_folder, refuse_taken
+
+
+def test_a_folder_with_anything_in_it_is_refused_and_a_free_one_named(tmp_path):
+    taken = tmp_path / "run"
+    create(taken, "seed = 0\n")
+    with pytest.raises(ValueError, match=f'{taken} is not empty; choose another one, such as run.folder="{taken}-2"'):
+        create(taken, "")
+    assert (taken / "config.toml").read_text() == "seed = 0\n"
+    (tmp_path / "run-2").mkdir()
+    assert free_folder(taken) == tmp_path / "run-2"
+    (tmp_path / "run-2" / "x").touch()
+    assert free_folder(taken) == tmp_path / "run-3"
+    with pytest.raises(ValueError, match="is a file; wanted a folder"):
+        refuse_taken(tmp_path / "run-2" / "x")
+
+
+def test_states_go_to_the_manifest_and_the_events(tmp_path):
+    folder = create(tmp_path / "run", "")
+    assert folder.manifest() == {"state": "configured"}
+    folder.record(seed=3)
+    folder.enter("running")
+    assert "ended" not in folder.manifest()
+    try:
+        raise RuntimeError("no more")
+    except RuntimeError as error:
+        folder.failure(error)
+    manifest = folder.manifest()
+    assert (manifest["state"], manifest["seed"], manifest["pid"]) == ("failed", 3, os.getpid())
+    assert manifest["started"] <= manifest["ended"]
+    events = read_lines(folder.path / "events.jsonl")
+    assert [event["event"] for event in events] == ["configured", "running", "failed"]
+    assert events[-1]["error"] == "RuntimeError: no more"
+    assert "test_states_go_to_the_manifest" in events[-1]["traceback"]
+
+
+def test_a_manifest_is_whole_or_the_one_before(tmp_path, monkeypatch):
+    folder = create(tmp_path / "run", "")
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        folder.record(seed=1)
+    assert folder.manifest() == {"state": "configured"}
+    assert sorted(path.name for path in folder.path.iterdir()) == ["config.toml", "events.jsonl", "manifest.json"]
+
+
+def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path, monkeypatch):
+    """Both have looked before either has written."""
+    looked = []
+    monkeypatch.setattr(folder_module, "refuse_taken", lambda path: looked.append(path) or len(looked) < 3 or taken())
+
+    def taken():
+        raise ValueError("not empty")
+
+    create(tmp_path / "run", "seed = 0\n")
+    with pytest.raises(ValueError, match="not empty"):
+        create(tmp_path / "run", "seed = 1\n")
+    assert (tmp_path / "run" / "config.toml").read_text() == "seed = 0\n"
+
+
+def test_a_folder_that_cannot_be_written_is_a_fault_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"run\.folder: .* cannot be written: Not a directory; choose another one"):
+        create(tmp_path / "file" / "run", "")

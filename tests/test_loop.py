@@ -1,0 +1,201 @@
+"""The loop: steps that follow from their seed and number, their optimizer steps, and what ends a run or is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+
+from helpers import HINT, a_policy, length
+from mlxrl.algo.credit import Whiten
+from mlxrl.algo.recipes import dapo, grpo, opd, reinforce_pp
+from mlxrl.algo.terms import TeacherAdvantage, TeacherSurrogate, TeacherVocabulary
+from mlxrl.policy.policy import as_policy
+from mlxrl.settings import Optimizer, Reward, Rollout, Sampling, Train
+from mlxrl.train.loop import RunState, Step, run
+from mlxrl.train.metrics import Diverged
+from mlxrl.train.teacher import Teacher
+from mlxrl.types import Task
+from models import dense, tokenizer
+
+TASKS = [Task(text, {"hint": HINT}) for text in ("one", "two", "three", "four", "five")]
+PAIRS = Rollout(tasks_per_step=2, group_size=2)
+
+
+def steps(algorithm: Any = grpo(), **options: Any) -> list[Step]:
+    """The steps of a short run: one of four groups of four, unless the options say otherwise."""
+    given = {
+        "reward": length, "steps": 1, "rollout": Rollout(tasks_per_step=4, group_size=4),
+        "sampling": Sampling(max_tokens=6), **options,
+    }  # fmt: skip
+    return list(run(a_policy(), TASKS, algorithm, **given))
+
+
+class Watched:
+    """GRPO that notes of each of its losses whether it had old log-probs to compare with."""
+
+    def __init__(self) -> None:
+        self.own, self.seen = grpo(), list[bool]()
+        self.name, self.needs = self.own.name, self.own.needs
+        self.advantages = self.own.advantages
+
+    def loss(self, new: Any, batch: Any, totals: Any) -> Any:
+        self.seen.append(batch.old_logprobs is not None)
+        return self.own.loss(new, batch, totals)
+
+
+class Exploding:
+    """An algorithm whose loss is never finite."""
+
+    name, needs = "exploding", frozenset[str]()
+
+    def advantages(self, groups: Any) -> list[list[float]]:
+        return [[1.0] * len(group) for group in groups]
+
+    def loss(self, new: Any, batch: Any, totals: Any) -> Any:
+        return new.token_logprobs.sum() * mx.nan, {"loss": mx.array(mx.nan)}
+
+
+def test_a_run_ends_after_three_updates_that_are_not_finite():
+    found = run(a_policy(), TASKS, Exploding(), steps=9, rollout=PAIRS, sampling=Sampling(max_tokens=4))
+    assert [next(found).metrics["updates/skipped"] for _ in range(2)] == [1.0, 1.0]
+    with pytest.raises(Diverged, match=r"step 2: .* in 3 updates in a row"):
+        next(found)
+
+
+def test_updates_that_were_not_finite_count_across_a_continued_run():
+    state = RunState(optim.SGD(0.0), step=5, skipped=2)
+    with pytest.raises(Diverged, match=r"step 5: .* in 3 updates in a row"):
+        steps(Exploding(), state=state, steps=6)
+
+
+def test_the_loop_is_a_function_of_the_seed_and_can_start_anywhere():
+    def actions(start: int, seed: int) -> list[Any]:
+        state = RunState(optim.SGD(0.0), step=start)
+        found = steps(state=state, steps=4, seed=seed, rollout=Rollout(tasks_per_step=2, group_size=3))
+        assert [step.index for step in found] == list(range(start, 4))
+        assert state.step == 4
+        return [[one.turns[0].tokens for group in step.groups for one in group] for step in found]
+
+    whole = actions(0, seed=1)
+    assert actions(0, seed=1) == whole
+    assert actions(2, seed=1) == whole[2:]
+    assert actions(0, seed=2) != whole
+
+
+def test_a_step_as_text_says_its_reward_and_length():
+    (step,) = steps(rollout=Rollout(tasks_per_step=1, group_size=4))
+    assert str(step).startswith(f"step 0  reward {step.metrics['reward']:.3f}  zero-variance groups ")
+    assert f"length {step.metrics['completions/mean_length']:.1f}" in str(step)
+    assert "tokens/s" in str(step)
+    assert step.metrics["rollout/tokens"] == sum(one.length for one in step.groups[0])
+
+
+def test_the_loop_makes_epochs_times_minibatches_optimizer_steps():
+    state = RunState(optim.SGD(lambda step: 0.3 / (step + 1)))
+    (step,) = steps(
+        dapo(clip=(0.05, 0.05)), state=state, optimizer=Optimizer(max_grad_norm=1e9),
+        train=Train(updates_per_rollout=3, minibatches=2),
+    )  # fmt: skip
+    assert int(state.optimizer.step) == 6
+    assert step.metrics["updates"] == 6
+    assert step.metrics["ratio/max"] > 1.05
+    assert step.metrics["clip_ratio/high_mean"] > 0
+    assert step.metrics["clip_ratio/low_mean"] > 0
+    assert step.metrics["ppo_kl"] != 0
+
+
+def test_one_update_has_no_old_log_probs_and_several_have():
+    watched = Watched()
+    (step,) = steps(watched)
+    assert watched.seen
+    assert not any(watched.seen)
+    assert step.metrics["ratio/max"] == 1.0
+    for train in (Train(minibatches=2), Train(updates_per_rollout=2)):
+        watched.seen.clear()
+        steps(watched, train=train)
+        assert watched.seen
+        assert all(watched.seen)
+
+
+def test_a_run_of_several_updates_can_start_anywhere():
+    def of(start: int) -> Step:
+        state = RunState(optim.SGD(0.0), step=start)
+        return steps(state=state, steps=3, train=Train(updates_per_rollout=2, minibatches=2))[-1]
+
+    whole, last = of(0).metrics, of(2).metrics
+    measured = [name for name in whole if name.startswith(("seconds/", "memory/")) or name.endswith("per_second")]
+    assert {name: whole[name] for name in whole if name not in measured} == {
+        name: last[name] for name in last if name not in measured
+    }
+
+
+def test_rewards_that_fail_cost_their_trajectories_and_nothing_else():
+    """None from every function and NaN from any are left out; None from one leaves the other's."""
+
+    def first(completions: list[str], **_: Any) -> list[float | None]:
+        return [1.0, None, None, math.nan] * (len(completions) // 4)
+
+    def second(completions: list[str], **_: Any) -> list[float | None]:
+        return [0.5, 0.25, None, 1.0] * (len(completions) // 4)
+
+    for algorithm in (grpo(), grpo(scale="function"), dapo(whiten=Whiten()), reinforce_pp()):
+        (step,) = steps(
+            algorithm, reward=Reward(functions=(first, second), weights=(1.0, 2.0)),
+            rollout=Rollout(tasks_per_step=4, group_size=4, resampling_rounds=1),
+        )  # fmt: skip
+        for group in step.groups:
+            np.testing.assert_allclose([one.reward for one in group], [2.0, 0.5, math.nan, math.nan])
+        assert step.metrics["rewards/unscored"] == 8
+        assert step.metrics["reward"] == 1.25
+        assert (step.metrics["updates"], step.metrics["updates/skipped"]) == (1, 0)
+        credit = algorithm.advantages(step.groups)
+        assert all(np.all(np.array(own[0]) > 0) for own in credit)
+        assert not any(np.any(own[place]) for own in credit for place in (2, 3))
+
+
+FORMS = [TeacherAdvantage(), TeacherSurrogate(k=8), TeacherVocabulary()]
+
+
+@pytest.mark.parametrize("term", FORMS, ids=lambda term: type(term).__name__)
+def test_a_teacher_teaches_without_a_reward_and_beside_one(term):
+    algorithm, short = opd(teacher=term), {"steps": 2, "rollout": PAIRS, "sampling": Sampling(max_tokens=5)}
+    other = as_policy(dense(1), tokenizer(), lora=None)
+    for step in steps(algorithm, reward=None, teacher=other, train=Train(minibatches=2), **short):
+        assert math.isnan(step.metrics["reward"])
+        assert step.metrics["rewards/unscored"] == step.metrics["groups/zero_variance"] == 0
+        assert step.metrics["updates"] == 2
+        assert step.metrics["teacher/kl"] != 0
+    for step in steps(algorithm, teacher=Teacher(hint="hint"), **short):
+        assert step.metrics["updates"] == 1
+        assert math.isfinite(step.metrics["reward"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        (grpo(), {"reward": None}, "run: reward: grpo learns from rewards; wanted at least one function, got none"),
+        (grpo(), {"rollout": Rollout(tasks_per_step=6)}, "tasks_per_step: wanted at most the 5 tasks there are, got 6"),
+        (grpo(), {"teacher": "base"}, "teacher: has no effect, because grpo does not learn from one"),
+        (opd(), {}, "teacher: opd learns from one"),
+        (
+            opd(), {"teacher": "base", "rollout": Rollout(tasks_per_step=2, resampling_rounds=1)},
+            "resampling_rounds has no effect, because opd does not use rewards",
+        ),
+        (
+            opd(), {"teacher": "base", "reward": Reward(functions=(length,), overlong_buffer=2)},
+            "overlong_buffer has no effect, because opd does not use rewards",
+        ),
+        (
+            opd(), {"teacher": "base", "reward": Reward(functions=(length,), length_penalty=0.5)},
+            "length_penalty has no effect, because opd does not use rewards",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_without_effect_is_refused_by_the_call_itself(algorithm, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(a_policy(), TASKS, algorithm, **{"reward": length, "steps": 1, **options})
