@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from mlxrl.errors import UserError
 from mlxrl.files import read_lines
-from mlxrl.policy.skeleton import NotMeasured, skeleton
+from mlxrl.policy.skeleton import skeleton
 from mlxrl.rollout.chat import render, start_chat
 from mlxrl.rollout.environment import EnvironmentHandle, prepare
 from mlxrl.rollout.prefill import context_of
@@ -50,7 +51,7 @@ class Plan:
         """The plan of a run; memory: GB, None for the machine's.
 
         Raises:
-            NotMeasured: the model is not here, or cannot be measured. UserError: its files make no model.
+            UserError: the model is not here, its files make none, or it cannot be measured.
         """
         config, algorithm, given = experiment.config, experiment.algorithm, experiment.config.teacher
         whole = skeleton(config.model.id, config.model.dtype)
@@ -117,7 +118,7 @@ def longest_prompt(experiment: Experiment, tokenizer: Any) -> int:
             if call.owner.close is not None:
                 workers.submit(call.owner.close)
             if fault := call.fault("reset", limits.timeout):
-                raise NotMeasured("environment", fault)
+                raise UserError("environment", fault)
             lengths.append(len(start_chat(tokenizer, call.value, thinking, call.owner.tools).ids))
         workers.wait(grace=None)
     return max(lengths)
@@ -129,10 +130,10 @@ def settled(experiment: Experiment, memory: float | None = None) -> tuple[Experi
     if config.train.tokens_per_pass is not None:
         return experiment, ""
     try:
-        plan = largest(Plan.of(experiment, memory))
+        plan = first_that_fits(sizes(Plan.of(experiment, memory)), "load", "update")
         chosen = plan.config.train.tokens_per_pass or TOKENS_PER_PASS
         words = f"with which an update needs about {size(plan.peak('update'))} of {size(plan.memory)}"
-    except NotMeasured as why:
+    except UserError as why:
         chosen, words = TOKENS_PER_PASS, f"as no plan is possible: {why}"
     config = replace(config, train=replace(config.train, tokens_per_pass=chosen))
     return experiment.with_config(config), f"{chosen:,}, {words}"
@@ -143,31 +144,35 @@ def described(experiment: Experiment, chosen: str, memory: float | None = None) 
     first = [f"tokens_per_pass is at most {chosen}"] if chosen else []
     try:
         return [*first, *lines(Plan.of(experiment, memory))]
-    except NotMeasured as why:
+    except UserError as why:
         return [*first, f"no plan is possible: {why}"]
 
 
-def largest(plan: Plan) -> Plan:
-    """The plan with the largest pass whose update fits, of those up to the pass that is given; else the smallest."""
+def first_that_fits(plans: Sequence[Plan], *parts: str) -> Plan:
+    """The first plan of which some parts fit, or all where none is named; else the last, which needs least."""
+    last = plans[-1]
+    possible = plans if plans[0].fits(*parts) or last.fits(*parts) else ()
+    return next((plan for plan in possible if plan.fits(*parts)), last)
+
+
+def sizes(plan: Plan) -> list[Plan]:
+    """The plan with its pass, or the usual one, and with smaller ones."""
     given = plan.config.train.tokens_per_pass or TOKENS_PER_PASS
-    plans = [plan.with_({PASS: size}) for size in dict.fromkeys([given, *SIZES]) if size <= given]
-    return next((one for one in plans if one.fits("load", "update")), plans[-1]) if plan.fits("load") else plans[-1]
+    return [plan.with_({PASS: given}), *(plan.with_({PASS: size}) for size in SIZES if size < given)]
 
 
 def fitted(plan: Plan) -> Plan:
-    """The plan that fits and costs least time; that of the smallest pass and the fewest sequences where none fits."""
-    rows = plan.config.rollout.max_rows
-    while rows > 1 and not plan.with_({ROWS: rows}).fits("rollout"):
-        rows //= 2
-    plans = [largest(plan.with_({RECOMPUTE: one, ROWS: rows})) for one in {plan.config.train.recompute, True}]
-    plans.sort(key=lambda plan: plan.config.train.recompute)
-    return next((one for one in plans if one.fits("update")), plans[-1])
+    """The plan that costs least time of those that fit, with smaller passes, recomputation, and fewer sequences."""
+    most, recompute = plan.config.rollout.max_rows, sorted({plan.config.train.recompute, True})
+    rows = [most // 2**power for power in range(most.bit_length())]
+    plans = [plan.with_({ROWS: row, RECOMPUTE: one}) for row in rows for one in recompute]
+    return first_that_fits([smaller for one in plans for smaller in sizes(one)])
 
 
 def remedy(plan: Plan) -> list[str]:
     """The settings to be changed for the plan to fit, as the command line takes them; none where nothing is enough."""
     names = PASS, RECOMPUTE, ROWS, TOKENS
-    for part in (1, 4, 16) if plan.fits("load") else ():
+    for part in (1, 4, 16):
         found = fitted(plan.with_({TOKENS: max(1, plan.config.sampling.max_tokens // part)}))
         if found.fits():
             return assignments(dict(found.chosen(*names).items() - plan.chosen(*names).items()))
@@ -186,7 +191,9 @@ def command(experiment: Experiment, name: str, *, memory: float | None, fit: boo
         name: of the run, where the config has no folder for it; memory: GB, None for the machine's.
     """
     plan = Plan.of(experiment, memory)
-    plan = fitted(plan) if fit else plan if experiment.config.train.tokens_per_pass else largest(plan)
+    if experiment.config.train.tokens_per_pass is None:
+        plan = first_that_fits(sizes(plan), "load", "update")
+    plan = fitted(plan) if fit else plan
     chosen, fits, highest = plan.chosen(PASS, RECOMPUTE, ROWS), plan.fits(), max(map(plan.peak, PARTS))
     seconds = past_seconds(experiment.config.run.folder or f"runs/{name}")
     if as_json:

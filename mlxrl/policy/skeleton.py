@@ -23,10 +23,6 @@ ROWS = 251
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 
-class NotMeasured(UserError):
-    """A model whose memory cannot be measured here."""
-
-
 class Skeleton:
     """A model of which nothing has been evaluated.
 
@@ -97,7 +93,7 @@ def skeleton(id: str, dtype: str | None = None) -> Skeleton:
     """The skeleton of a folder, of a Hugging Face id that was fetched before, or of a .gguf file.
 
     Raises:
-        NotMeasured: its files are not here. UserError: they make no model.
+        UserError: its files are not here, or make no model.
     """
     path, folder = Path(id).expanduser(), folder_of(id)
     if id.endswith(".gguf"):
@@ -105,7 +101,7 @@ def skeleton(id: str, dtype: str | None = None) -> Skeleton:
         model, files = built(config), [path]
         model.set_dtype(getattr(mx, dtype) if dtype else usual)
     elif folder is None:
-        raise NotMeasured(f"{id} is not on this machine yet")
+        raise UserError("model", "id", f"{id} is not on this machine yet")
     else:
         model, tokenizer, config = load_mlx_lm(id, folder, lazy=True)
         files = list(folder.glob("*.safetensors")) if dtype else []

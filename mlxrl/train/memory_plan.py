@@ -25,13 +25,13 @@ import mlx.optimizers as optim
 import numpy as np
 
 from mlxrl.algo.algorithm import num_top
-from mlxrl.errors import one_line
+from mlxrl.errors import UserError, one_line
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.head import CHUNK
 from mlxrl.policy.lora import LoRA, adapt
 from mlxrl.policy.modes import decoding
 from mlxrl.policy.policy import Policy, as_policy
-from mlxrl.policy.skeleton import NotMeasured, Skeleton
+from mlxrl.policy.skeleton import Skeleton
 from mlxrl.rollout.batching_mode import SLOTTED, mode_of
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
@@ -120,7 +120,7 @@ def measured(
             try:
                 found = np.array(phase(as_policy(whole.first_layers(layers, vocabulary), whole.tokenizer, lora=lora)))
             except Exception as error:  # a model's own code
-                raise NotMeasured(whole.id, f"{type(error).__name__}: {one_line(error, 200)}") from error
+                raise UserError(whole.id, f"{type(error).__name__}: {one_line(error, 200)}") from error
             total = total + weight * found
     return total.tolist(), found.tolist()
 
@@ -269,7 +269,7 @@ def _begun(policy: Policy, prompts: Sequence[tuple[int, ...]], rows: int) -> lis
         peak, kept, before = mx.get_peak_memory() - before, mx.get_active_memory() - before, _settled()
         caches = SlotCache(rows) if mode in SLOTTED else EqualLengthCache(rows)
         caches.fit(len(prompts[0]) + 2)
-        for number, prompt in enumerate(prefilled[:2]):
+        for number, prompt in enumerate(prefilled[: min(2, rows)]):
             caches.place(range(number, rows, 2), prompt)
         mx.synchronize()
         held = mx.get_active_memory()
@@ -295,7 +295,7 @@ def _decoded(
     with decoding(policy) as merged, Engine(merged, max_rows=rows, prefill_chunk=chunk) as engine:
         asked = [Request(prompt, key_of(0, row), sampling, stop_ids=(), keep=answer > 0) for row in range(rows)]
         sequences = [engine.submit(request) for request in asked]
-        peak, held = max(0, *steps(engine)[2:]), mx.get_active_memory() - before
+        peak, held = max([0, *steps(engine)[2:]]), mx.get_active_memory() - before
         for sequence in sequences[: max(1, chunk // answer)] if answer else ():
             engine.extend(sequence, [1] * answer)
         return [held, peak, max(steps(engine))]
