@@ -1,29 +1,241 @@
-"""placeholder until the measured plan is merged"""
+"""`mlxrl plan`: what a run needs in memory, whether that fits, and what would make it fit."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+from mlxrl.errors import UserError
+from mlxrl.files import read_lines
+from mlxrl.policy.skeleton import skeleton
+from mlxrl.rollout.chat import render, start_chat
+from mlxrl.rollout.environment import EnvironmentHandle, prepare
+from mlxrl.rollout.prefill import context_of
+from mlxrl.rollout.workers import Workers
 from mlxrl.runs.experiment import Experiment
+from mlxrl.runs.memory_limits import GB, available
 from mlxrl.settings import Config
+from mlxrl.text import size
+from mlxrl.train.batch import TOKENS_PER_PASS
+from mlxrl.train.memory_plan import Work, constant, passes, rollout
+from mlxrl.train.optimizer import make_optimizer
+
+PARTS = ("load", "rollout", "update")
+PASS, RECOMPUTE, ROWS, TOKENS = "train.tokens_per_pass", "train.recompute", "rollout.max_rows", "sampling.max_tokens"
+SIZES = tuple(2**power for power in range(11, 6, -1))
+"""Tokens of a pass, 2,048 down to 128."""
+RENDERED, OPENED = 1000, 8
+"""Prompts that are looked at, and environments whose first message is."""
 
 
-def settled(experiment: Experiment, memory: float | None) -> tuple[Experiment, str]:
-    if experiment.config.train.tokens_per_pass is None:
-        config = experiment.config
-        return replace(experiment, config=replace(config, train=replace(config.train, tokens_per_pass=2048))), "2,048"
-    return experiment, ""
+@dataclass(frozen=True)
+class Plan:
+    """A run's needs under settings.
+
+    memory: bytes there are. work: what a step does under a config. measure: the bytes of a part of that by name: what
+    is there all the time, and the most of what comes.
+    """
+
+    config: Config
+    memory: int
+    work: Callable[[Config], Work]
+    measure: Callable[[str, Work], dict[str, int]]
+
+    @classmethod
+    def of(cls, experiment: Experiment, memory: float | None = None) -> Plan:
+        """The plan of a run; memory: GB, None for the machine's.
+
+        Raises:
+            UserError: the model is not here, its files make none, or it cannot be measured.
+        """
+        config, algorithm, given = experiment.config, experiment.algorithm, experiment.config.teacher
+        whole = skeleton(config.model.id, config.model.dtype)
+        teacher = None if given.id in (None, "base") else skeleton(given.id, given.dtype)
+        optimizer = partial(make_optimizer, config.optimizer)
+        always = constant(whole, config.lora, optimizer())
+        always |= {} if teacher is None else {"teacher": constant(teacher)["weights"]}
+
+        @cache
+        def measure(part: str, work: Work) -> dict[str, int]:
+            if part == "load":
+                return {**always, "optimizer": 0, "files": whole.loading}
+            if part == "rollout":
+                found = rollout(whole, config.lora, work, config.sampling, algorithm)
+            else:
+                found = passes(whole, config.lora, work, algorithm, optimizer)
+                found |= (
+                    {} if teacher is None else {"teacher's passes": passes(teacher, None, work, algorithm)["passes"]}
+                )
+            name = max(found, key=lambda name: found[name])
+            return {**always, name: max(0, round(found[name]))}
+
+        work = partial(Work.of, prompt=longest_prompt(experiment, whole.tokenizer), context=context_of(whole.model))
+        return cls(config, round(memory * GB) if memory else available(), work, measure)
+
+    def with_(self, chosen: Mapping[str, Any]) -> Plan:
+        """The plan with other settings, by their dotted names."""
+        config = self.config
+        for name, value in chosen.items():
+            table, key = name.split(".")
+            config = replace(config, **{table: replace(getattr(config, table), **{key: value})})
+        return replace(self, config=config)
+
+    def chosen(self, *names: str) -> dict[str, Any]:
+        """The values of settings, by their dotted names."""
+        return {name: getattr(getattr(self.config, name.split(".")[0]), name.split(".")[1]) for name in names}
+
+    def need(self, part: str) -> dict[str, int]:
+        """The bytes of a part by name."""
+        work = self.work(self.config)
+        work = replace(work, budget=0, recompute=False) if part == "rollout" else replace(work, rows=0)
+        return self.measure(part, work)
+
+    def peak(self, part: str) -> int:
+        """Bytes of a part at its highest."""
+        return sum(self.need(part).values())
+
+    def fits(self, *parts: str) -> bool:
+        """Whether parts fit, all of them where none is named."""
+        return all(self.peak(part) <= self.memory for part in parts or PARTS)
 
 
-def described(experiment: Experiment, chosen: str, memory: float | None) -> list[str]:
+def longest_prompt(experiment: Experiment, tokenizer: Any) -> int:
+    """Tokens of the longest of the first prompts; with an environment, of the first messages of the first few."""
+    factory, limits, thinking = experiment.environment, experiment.limits(), experiment.config.sampling.thinking
+    if factory is None:
+        return max(len(render(tokenizer, task, thinking=thinking)) for task in experiment.tasks[:RENDERED])
+    prepare(factory, tokenizer)
+    lengths = [1]
+    with Workers(limits.timeout) as workers:
+        for handle in [EnvironmentHandle(factory, task) for task in experiment.tasks[:OPENED]]:
+            workers.submit(handle.reset, handle)
+        for call in workers.wait(grace=None):
+            if call.owner.close is not None:
+                workers.submit(call.owner.close)
+            if fault := call.fault("reset", limits.timeout):
+                raise UserError("environment", fault)
+            lengths.append(len(start_chat(tokenizer, call.value, thinking, call.owner.tools).ids))
+        workers.wait(grace=None)
+    return max(lengths)
+
+
+def settled(experiment: Experiment, memory: float | None = None) -> tuple[Experiment, str]:
+    """The experiment with train.tokens_per_pass chosen where it is left out, and how, in words ("" if it is given)."""
+    config = experiment.config
+    if config.train.tokens_per_pass is not None:
+        return experiment, ""
+    try:
+        plan = first_that_fits(sizes(Plan.of(experiment, memory)), "load", "update")
+        chosen = plan.config.train.tokens_per_pass or TOKENS_PER_PASS
+        words = f"with which an update needs about {size(plan.peak('update'))} of {size(plan.memory)}"
+    except UserError as why:
+        chosen, words = TOKENS_PER_PASS, f"as no plan is possible: {why}"
+    config = replace(config, train=replace(config.train, tokens_per_pass=chosen))
+    return replace(experiment, config=config), f"{chosen:,}, {words}"
+
+
+def described(experiment: Experiment, chosen: str, memory: float | None = None) -> list[str]:
+    """The plan as lines for a dry run, with how the size of a pass was chosen."""
+    first = [f"tokens_per_pass is at most {chosen}"] if chosen else []
+    try:
+        return [*first, *lines(Plan.of(experiment, memory))]
+    except UserError as why:
+        return [*first, f"no plan is possible: {why}"]
+
+
+def first_that_fits(plans: Sequence[Plan], *parts: str) -> Plan:
+    """The first plan of which some parts fit, or all where none is named; else the last, which needs least."""
+    last = plans[-1]
+    possible = plans if plans[0].fits(*parts) or last.fits(*parts) else ()
+    return next((plan for plan in possible if plan.fits(*parts)), last)
+
+
+def sizes(plan: Plan) -> list[Plan]:
+    """The plan with its pass, or the usual one, and with smaller ones."""
+    given = plan.config.train.tokens_per_pass or TOKENS_PER_PASS
+    return [plan.with_({PASS: given}), *(plan.with_({PASS: size}) for size in SIZES if size < given)]
+
+
+def fitted(plan: Plan) -> Plan:
+    """The plan that costs least time of those that fit, with smaller passes, recomputation, and fewer sequences."""
+    most, recompute = plan.config.rollout.max_rows, sorted({plan.config.train.recompute, True})
+    rows = [most // 2**power for power in range(most.bit_length())]
+    plans = [plan.with_({ROWS: row, RECOMPUTE: one}) for row in rows for one in recompute]
+    return first_that_fits([smaller for one in plans for smaller in sizes(one)])
+
+
+def remedy(plan: Plan) -> list[str]:
+    """The settings to be changed for the plan to fit, as the command line takes them; none where nothing is enough."""
+    names = PASS, RECOMPUTE, ROWS, TOKENS
+    for part in (1, 4, 16):
+        found = fitted(plan.with_({TOKENS: max(1, plan.config.sampling.max_tokens // part)}))
+        if found.fits():
+            return assignments(dict(found.chosen(*names).items() - plan.chosen(*names).items()))
     return []
 
 
-def limited(config: Config) -> AbstractContextManager[None]:
-    return nullcontext()
+def assignments(chosen: Mapping[str, Any]) -> list[str]:
+    """Settings as the command line takes them."""
+    return [f"{name}={str(value).lower()}" for name, value in sorted(chosen.items(), reverse=True)]
 
 
-def command(experiment: Experiment, name: str, **options: Any) -> int:
-    raise NotImplementedError
+def command(experiment: Experiment, name: str, *, memory: float | None, fit: bool, as_json: bool) -> int:
+    """Print the plan of a run; 0 where it fits, 1 where not.
+
+    Args:
+        name: of the run, where the config has no folder for it; memory: GB, None for the machine's.
+    """
+    plan = Plan.of(experiment, memory)
+    if experiment.config.train.tokens_per_pass is None:
+        plan = first_that_fits(sizes(plan), "load", "update")
+    plan = fitted(plan) if fit else plan
+    chosen, fits, highest = plan.chosen(PASS, RECOMPUTE, ROWS), plan.fits(), max(map(plan.peak, PARTS))
+    seconds = past_seconds(experiment.config.run.folder or f"runs/{name}")
+    if as_json:
+        parts = {part: {"peak": plan.peak(part), **plan.need(part)} for part in PARTS}
+        found = {"fits": fits, "memory": plan.memory, "peak": highest, "prompt": plan.work(plan.config).prompt}
+        found |= {"parts": parts, "settings": chosen, "remedy": [] if fits else remedy(plan), "seconds": seconds}
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join([*lines(plan, seconds), *(assignments(chosen) if fit else [])]))
+    return 0 if fits else 1
+
+
+def past_seconds(folder: str) -> dict[str, float]:
+    """The median seconds of the parts of a step in a run's folder, or in that of the last run of its name."""
+    path = Path(folder)
+    found = sorted(path.parent.glob(f"{path.name}*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    steps = read_lines(found[-1]) if found else []
+    names = sorted({key for step in steps for key in step if key.startswith("seconds/")})
+    medians = (statistics.median(step[key] for step in steps if key in step) for key in names)
+    return {key.removeprefix("seconds/"): round(median, 3) for key, median in zip(names, medians, strict=True)}
+
+
+def lines(plan: Plan, seconds: Mapping[str, float] | None = None) -> list[str]:
+    """The plan as lines of text: its parts, what was assumed, seconds of a step, and whether it fits."""
+    work, part = plan.work(plan.config), max(PARTS, key=plan.peak)
+    found = [f"{name}: {size(plan.peak(name))} = {terms(plan.need(name))}" for name in PARTS]
+    prefix, rows, tokens = work.widest()
+    after = f"tokens after a prompt of {prefix}" if prefix else f"tokens with a prompt of {work.prompt}"
+    found.append(f"a pass: {rows} sequences of {tokens} {after}, of at most {work.budget:,}")
+    if work.answer:
+        found.append(f"an environment's answer is taken to have {work.answer} tokens, as many as a turn may have")
+    if seconds:
+        spent = ", ".join(f"{name} {value:g} s" for name, value in seconds.items())
+        found.append(f"seconds of a step, as the last run took: {sum(seconds.values()):.2f} s ({spent})")
+    if plan.fits():
+        return [*found, f"fits in {size(plan.peak(part))} of {size(plan.memory)}"]
+    ways = " ".join(remedy(plan))
+    advice = f"these settings would: {ways}" if ways else "no setting would: a smaller or packed model, or more memory"
+    return [*found, f"does not fit, because {part} needs {size(plan.peak(part))} of {size(plan.memory)}; {advice}"]
+
+
+def terms(need: Mapping[str, int]) -> str:
+    """What a part is made of, the largest first, without what is nothing."""
+    ordered = sorted(need.items(), key=lambda term: -term[1])
+    return ", ".join(f"{name} {size(bytes)}" for name, bytes in ordered if bytes >= 0.001 * sum(need.values()))

@@ -11,6 +11,7 @@ from mlxrl.console import Console
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import create, free_folder, refuse_taken
+from mlxrl.runs.memory_limits import limited
 from mlxrl.runs.run import Run, summary
 from mlxrl.runs.shutdown import Shutdown
 from mlxrl.runs.sinks import MetricsFile, SamplesFile
@@ -40,7 +41,7 @@ def command(
         console = Console(config.steps, config.run.samples_every)
         sinks = (console, MetricsFile(path), SamplesFile(path), *experiment.sinks)
         lines = [("a pass", f"at most {chosen}")] if chosen else []
-        with plan.limited(config):
+        with limited(config.memory):
             return Run(experiment, folder, shutdown, sinks, console.busy, lines)()
 
 

@@ -98,6 +98,16 @@ def read(path: Path, dtype: mx.Dtype | None = mx.float32) -> tuple[nn.Module, An
     return model.eval(), tokenizer, config
 
 
+def outline(path: Path, packed: bool) -> tuple[dict[str, Any], Any, mx.Dtype]:
+    """A file's mlx-lm configuration, its tokenizer, and the type of what is not packed; no tensor is read.
+
+    packed: with the bits of each quantised layer in the configuration, by its name.
+    """
+    found = header(path)
+    config = config_of(found, packed)
+    return config, _tokenizer(found, config), _unpacked_dtype()
+
+
 def save_folder(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], folder: Path) -> None:
     """Write what `read` returned as an mlx-lm model folder, for mlx_lm.load, generate and fuse.
 
@@ -248,9 +258,13 @@ def _weights(parts: dict[str, mx.array], kind: str, dtype: mx.Dtype | None, head
         scales, biases = (parts[name].astype(mx.float32) for name in ("scales", "biases"))
         dense = mx.dequantize(parts["weight"], scales, biases, group_size=32, bits=BITS[kind])
         return {"weight": dense.astype(dtype)}
-    # MLX's packed matrix product on the CPU adds up in float16, slowly and 1.6 logits off on SmolLM2-135M.
-    rest = dtype or (mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.float16)
+    rest = dtype or _unpacked_dtype()
     return {name: array if array.dtype == mx.uint32 else array.astype(rest) for name, array in parts.items()}
+
+
+def _unpacked_dtype() -> mx.Dtype:
+    """MLX's packed matrix product on the CPU adds up in float16, slowly and 1.6 logits off on SmolLM2-135M."""
+    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.float16
 
 
 def _tokenizer(header: Header, config: Mapping[str, Any]) -> Any:

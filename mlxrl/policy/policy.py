@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,19 @@ def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
         if not path.is_file():
             raise ModelError("model", "id", f"no file {id}")
         return gguf.read(path, dtype)[:2]
+    model, tokenizer, _ = load_mlx_lm(id, path)
+    if dtype is not None:
+        model.set_dtype(dtype)
+        mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict[str, Any]]:
+    """A model, its tokenizer and its config; lazy: without the weights in memory.
+
+    Raises:
+        ModelError: there is none, or its files cannot be read.
+    """
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError("model", "id", f"{id} has no config.json; wanted an mlx-lm model folder")
     if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
@@ -109,13 +123,10 @@ def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
     import mlx_lm
 
     try:
-        model, tokenizer = mlx_lm.load(str(path) if path.exists() else id)[:2]
-    except Exception as error:  # the files may contain anything, and what reads them raises anything
+        loaded: Any = mlx_lm.load(str(path) if path.exists() else id, lazy=lazy, return_config=True)
+    except Exception as error:  # the files may hold anything, and what reads them raises anything
         raise ModelError("model", "id", f"{id} could not be loaded: {one_line(message_of(error), 300)}") from error
-    if dtype is not None:
-        model.set_dtype(dtype)
-        mx.eval(model.parameters())
-    return model, tokenizer
+    return loaded
 
 
 def folder_of(id: str) -> Path | None:
@@ -137,15 +148,24 @@ def skeleton(id: str) -> nn.Module | None:
     folder = folder_of(id)
     if folder is None or not (folder / "config.json").is_file():
         return None
-    from mlx_lm.utils import _get_classes, load_config  # pyright: ignore
+    from mlx_lm.utils import load_config
 
     try:
-        config = load_config(folder)
-        model_class, arguments = _get_classes(config)
-        return model_class(arguments.from_dict(config))
+        return built(load_config(folder))
     except Exception as error:  # as above
         message = f"makes no model: {type(error).__name__}: {error}"
         raise ModelError(str(folder / "config.json"), message) from error
+
+
+def built(config: Mapping[str, Any]) -> Any:
+    """The model of an mlx-lm config, of which nothing is evaluated; layers are packed that its `quantization` names."""
+    from mlx_lm.utils import _get_classes  # pyright: ignore
+
+    model_class, arguments = _get_classes(dict(config))
+    model = model_class(arguments.from_dict(dict(config)))
+    if layers := config.get("quantization"):
+        nn.quantize(model, class_predicate=lambda name, _: layers.get(name, False))
+    return model
 
 
 def outline(id: str, lora: LoRA) -> list[Adapted] | None:

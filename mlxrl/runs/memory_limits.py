@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import mlx.core as mx
+
+from mlxrl.settings import Memory
+
+GB = 1e9
+
+
+def limited(memory: Memory) -> AbstractContextManager[None]:
+    """The span of a run, in which MLX keeps no more buffers than [memory] says."""
+    cache = available() / 4 if memory.cache_limit is None else memory.cache_limit * GB
+    wired = None if memory.wired_limit is None or not mx.metal.is_available() else round(memory.wired_limit * GB)
+    return limits(round(cache), wired)
+
+
+def available() -> int:
+    """Bytes that MLX may use on this machine."""
+    gpu, facts = mx.default_device() == mx.Device(mx.gpu), mx.device_info()
+    names = ("max_recommended_working_set_size", "memory_size", "total_memory") if gpu else ("memory_size",)
+    found = next((int(facts[name]) for name in names if name in facts), 0)
+    return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
