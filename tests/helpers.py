@@ -277,7 +277,7 @@ functions = ["mlxrl.rewards:last_number_matches"]
 """
 
 
-def attempt(reward: float, tokens: int = 2, stop: Any = "eos", turns: Any = None) -> Trajectory:
+def trajectory(reward: float, tokens: int = 2, stop: Any = "eos", turns: Any = None) -> Trajectory:
     """A trajectory of one turn, or of turns given as (state, reward, tokens)."""
     made = [(None, 0.0, tokens)] if turns is None else turns
     parts = tuple(Turn((1,), (2,) * n, (-1.0,) * n, reward=r, state=state) for state, r, n in made)
@@ -289,8 +289,8 @@ def close(got: Any, want: Any) -> None:
 
 
 def group(*rewards: float) -> Group:
-    """Attempts of two tokens each with these rewards."""
-    return tuple(attempt(reward) for reward in rewards)
+    """Trajectories of two tokens each with these rewards."""
+    return tuple(trajectory(reward) for reward in rewards)
 
 
 def micro_batch(mask: Any, advantages: Any, **changes: Any) -> MicroBatch:

@@ -65,7 +65,7 @@ def test_an_update_runs_one_pass_and_one_for_a_reference(counting, kl, passes, t
     algorithm = grpo(terms=[KL(coefficient=kl)] if kl else [])
     batch = make_batch([made([1.0, 0.0, 0.4], lengths=[5, 5, 5])], algorithm, Train(tokens_per_pass=tokens_per_pass))
     update(p, optim.SGD(1e-3), batch, algorithm)
-    # 90 tokens of the prompt and four of each row; logits of the 15 sampled tokens.
+    # 90 tokens of the prompt and four of each sequence; logits of the 15 sampled tokens.
     assert least(batch) == 102
     assert sum(read) == passes * 102
     assert sum(positions) == passes * 15

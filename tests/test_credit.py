@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from helpers import attempt, close, group
+from helpers import close, group, trajectory
 from mlxrl import algo
 from mlxrl.algo import advantages
 from mlxrl.algo.credit import Whiten
@@ -53,7 +53,7 @@ def test_leave_one_out() -> None:
 
 def test_other_baselines() -> None:
     # mean 0.5: max_rl (1-0.5)/0.5 = 1; pass@k: lead 1 over std sqrt(0.5) = 1.4142, none for the loser
-    # lengths 3 and 1: baseline 3/4; gpg: 2 attempts, 1 of them rewarded: 2 * 0.5
+    # lengths 3 and 1: baseline 3/4; gpg: 2 trajectories, 1 of them rewarded: 2 * 0.5
     pair, ids = [1.0, 0.0], [0, 0]
     close(advantages.relative_to_mean(pair, ids), [1.0, -1.0])
     close(extra.pass_at_k(pair, ids, 0.0), [math.sqrt(2), 0.0])
@@ -63,7 +63,7 @@ def test_other_baselines() -> None:
 
 def test_credit_of_groups() -> None:
     """Groups keep their shape; a truncated row can be masked; the same prompt twice stays two groups."""
-    groups = [group(1.0, 0.0), group(3.0, 3.0), (attempt(0.0, stop="length"), attempt(2.0), attempt(NAN))]
+    groups = [group(1.0, 0.0), group(3.0, 3.0), (trajectory(0.0, stop="length"), trajectory(2.0), trajectory(NAN))]
     close(np.concatenate(algo.dr_grpo().advantages(groups)), [0.5, -0.5, 0.0, 0.0, -1.0, 1.0, 0.0])
     masked = algo.dr_grpo(mask_truncated=True).advantages(groups)
     assert masked == [[0.5, -0.5], [0.0, 0.0], [0.0, 1.0, 0.0]]
@@ -75,13 +75,13 @@ def test_reward_functions_on_their_own_scales() -> None:
     # The sum is all about f: rewards 2 and 100.
     def scored(f: float, g: float) -> Trajectory:
         reward = f + 2 * (0.0 if math.isnan(g) else g)
-        return replace(attempt(reward), rewards={"f": f, "g": g}, weights={"f": 1.0, "g": 2.0})
+        return replace(trajectory(reward), rewards={"f": f, "g": g}, weights={"f": 1.0, "g": 2.0})
 
     groups = [(scored(0.0, 1.0), scored(100.0, 0.0)), (scored(100.0, 0.0), scored(100.0, NAN))]
     found = algo.grpo(scale="function", eps=0.0).advantages(groups)
     close(np.concatenate(found), [1.2247449, -1.2247449, 0.0, 0.0])
     assert algo.grpo().advantages(groups)[0][0] < 0
-    # an attempt that could not be scored is out of every part
+    # a trajectory that could not be scored is out of every part
     failed = [(*groups[0], replace(scored(50.0, 0.5), reward=NAN)), groups[1]]
     close(np.concatenate(algo.grpo(scale="function", eps=0.0).advantages(failed))[:3], [1.2247449, -1.2247449, 0.0])
     with pytest.raises(ValueError, match="wants the parts of the rewards"):
@@ -91,7 +91,7 @@ def test_reward_functions_on_their_own_scales() -> None:
 def test_advantages_whitened_over_tokens() -> None:
     # advantages 0.5 on 1 token and -0.5 on 3, the unscored one's 2 tokens left out: mean -0.25,
     # variance (0.5625 + 3 * 0.0625) / 3 = 0.25: 1.5 and -0.5
-    groups = [(attempt(1.0, tokens=1), attempt(0.0, tokens=3), attempt(NAN))]
+    groups = [(trajectory(1.0, tokens=1), trajectory(0.0, tokens=3), trajectory(NAN))]
     close(algo.dr_grpo(whiten=Whiten(eps=0.0)).advantages(groups), [[1.5, -0.5, 0.0]])
     close(algo.rloo(whiten=Whiten(eps=0.0)).advantages(groups), [[1.5, -0.5, 0.0]])
     # divided by n: variance 0.1875
@@ -112,7 +112,7 @@ def test_batch_scale() -> None:
 def test_reinforce_pp_credits_tokens() -> None:
     # rewards 1 and -1 on the last of 2 tokens, gamma 0.5: returns 0.5 1 | -0.5 -1
     # mean 0, variance (0.25+1+0.25+1)/3 = 0.8333, 1/sqrt = 1.0954451
-    found = algo.reinforce_pp(gamma=0.5).advantages([(attempt(1.0), attempt(-1.0))])
+    found = algo.reinforce_pp(gamma=0.5).advantages([(trajectory(1.0), trajectory(-1.0))])
     close(found[0][0], [0.5477226, 1.0954451])
     close(found[0][1], [-0.5477226, -1.0954451])
 
@@ -120,8 +120,8 @@ def test_reinforce_pp_credits_tokens() -> None:
 def test_gigpo_credits_steps() -> None:
     # rewards 1 and 0: A_E = 0.5 and -0.5. gamma 0.5: returns of the first 0.5, 1, of the second 0, 0.
     # state "a" is shared: (0.5, 0) around 0.25 gives A_S = 0.25 and -0.25; "b" and "c" are alone: 0
-    first = attempt(1.0, turns=[("a", 0.0, 1), ("b", 1.0, 2)])
-    second = attempt(0.0, turns=[("a", 0.0, 2), ("c", 0.0, 1)])
+    first = trajectory(1.0, turns=[("a", 0.0, 1), ("b", 1.0, 2)])
+    second = trajectory(0.0, turns=[("a", 0.0, 2), ("c", 0.0, 1)])
     found = algo.gigpo(gamma=0.5).advantages([(first, second)])
     close(found[0][0], [0.75, 0.5, 0.5])
     close(found[0][1], [-0.75, -0.75, -0.5])
@@ -155,7 +155,7 @@ def test_reinforce_pp_needs_no_group() -> None:
 
 
 @pytest.mark.parametrize("name", algo.RECIPES)
-def test_unscorable_attempts_are_left_out(name: str) -> None:
+def test_unscorable_trajectories_are_left_out(name: str) -> None:
     """NaN rewards change nobody else's advantage and have 0; groups that cannot be scored at all have 0 too."""
     known = algo.RECIPES[name]().advantages([group(1.0, 0.0, 0.5)])[0]
     found = algo.RECIPES[name]().advantages([group(1.0, 0.0, 0.5, NAN), group(NAN, NAN)])

@@ -66,11 +66,11 @@ def test_a_sequences_tokens_do_not_depend_on_its_neighbours(make):
     assert len(set(map(tuple, tokens))) == len(submitted), "sequences of one prompt must differ"
 
 
-def test_a_thousand_sequences_are_the_same_alone_in_any_batch_and_in_any_order():
+def test_hundreds_of_sequences_are_the_same_alone_in_any_batch_and_in_any_order():
     p = as_policy(dense(hidden_size=32, num_hidden_layers=1), tokenizer(), lora=None)
     prompts = [tuple(range(20 + i, 30 + 2 * i)) for i in range(10)]
-    submitted = requests(prompts, 100, sampling=Sampling(max_tokens=4), stop_ids=tuple(range(0, 320, 8)))
-    order = random.Random(0).sample(range(1000), 1000)
+    submitted = requests(prompts, 30, sampling=Sampling(max_tokens=4), stop_ids=tuple(range(0, 320, 8)))
+    order = random.Random(0).sample(range(300), 300)
     single = decode(p, submitted, max_rows=1)
     batched = decode(p, submitted, max_rows=64)
     shuffled = decode(p, [submitted[i] for i in order], max_rows=29)

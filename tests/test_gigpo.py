@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from helpers import a_policy, assert_same_gradient, attempt, close, made
+from helpers import a_policy, assert_same_gradient, close, made, trajectory
 from mlxrl import algo
 from mlxrl.train.batch import make_batch
 from mlxrl.train.gradient import gradient
@@ -53,8 +53,8 @@ def test_equal_states_of_two_tasks_are_not_compared() -> None:
     """Rewards 1, 0 and 5, 3, all from state "s", gamma 1: A_E = A_S = +-0.5 and +-1. Over both tasks the mean of the
     returns would be 2.25."""
     groups = [
-        (attempt(1.0, turns=[("s", 1.0, 1)]), attempt(0.0, turns=[("s", 0.0, 1)])),
-        (attempt(5.0, turns=[("s", 5.0, 1)]), attempt(3.0, turns=[("s", 3.0, 1)])),
+        (trajectory(1.0, turns=[("s", 1.0, 1)]), trajectory(0.0, turns=[("s", 0.0, 1)])),
+        (trajectory(5.0, turns=[("s", 5.0, 1)]), trajectory(3.0, turns=[("s", 3.0, 1)])),
     ]
     for similarity in (None, 0.9):
         found = algo.gigpo(gamma=1.0, similarity=similarity).advantages(groups)
@@ -64,16 +64,16 @@ def test_equal_states_of_two_tasks_are_not_compared() -> None:
 def test_rewards_of_turns_make_the_returns() -> None:
     """gamma 0.5. The first has rewards 0.2, 1 and 0.3 more at its end: returns 0.2 + 0.65 = 0.85 and 1.3. The second
     has 0 and 0: both meet in "a", (0.85, 0) around 0.425. A_E = 1.5 and 0 around 0.75."""
-    first = attempt(1.5, turns=[("a", 0.2, 1), ("b", 1.0, 1)])
-    second = attempt(0.0, turns=[("a", 0.0, 1), ("c", 0.0, 1)])
+    first = trajectory(1.5, turns=[("a", 0.2, 1), ("b", 1.0, 1)])
+    second = trajectory(0.0, turns=[("a", 0.0, 1), ("c", 0.0, 1)])
     found = algo.gigpo(gamma=0.5, omega=2.0).advantages([(first, second)])
     close(found, [[[0.75 + 0.85, 0.75], [-0.75 - 0.85, -0.75]]])
 
 
 def test_a_state_met_twice_counts_twice() -> None:
-    """One attempt walks in a circle: a, a, then the reward 1, gamma 0.5: 0.5 and 1; the other gives up: 0. Mean 0.5.
+    """One trajectory walks in a circle: a, a, then the reward 1, gamma 0.5: 0.5 and 1; the other gives up: 0. Mean 0.5.
     Without a standard deviation A_S = 0, 0.5, -0.5; with it over 0.5: 0, 1, -1."""
-    circle, quits = attempt(1.0, turns=[("a", 0.0, 1), ("a", 1.0, 1)]), attempt(0.0, turns=[("a", 0.0, 1)])
+    circle, quits = trajectory(1.0, turns=[("a", 0.0, 1), ("a", 1.0, 1)]), trajectory(0.0, turns=[("a", 0.0, 1)])
     close(
         [x for one in algo.gigpo(gamma=0.5).advantages([(circle, quits)])[0] for x in one],
         [0.5, 0.5 + 0.5, -0.5 - 0.5],
@@ -88,8 +88,8 @@ def test_a_state_met_twice_counts_twice() -> None:
 
 def test_statistics_over_trajectories_or_over_steps() -> None:
     """Rewards 1 of three turns and 0 of one: mean 0.5 over trajectories, 0.75 over steps."""
-    long = attempt(1.0, turns=[(None, 0.0, 1)] * 2 + [(None, 1.0, 1)])
-    short = attempt(0.0, turns=[(None, 0.0, 1)])
+    long = trajectory(1.0, turns=[(None, 0.0, 1)] * 2 + [(None, 1.0, 1)])
+    short = trajectory(0.0, turns=[(None, 0.0, 1)])
     close(algo.gigpo().advantages([(long, short)])[0][0], [0.5] * 3)
     found = algo.gigpo(episode_over="step").advantages([(long, short)])[0]
     close(found[0], [0.25] * 3)
@@ -98,7 +98,10 @@ def test_statistics_over_trajectories_or_over_steps() -> None:
 
 def test_states_that_are_alike() -> None:
     """Of "you see a door" and "you see a dog": 12 of 14 and 13 letters match in order, 2 * 12 / 27 = 0.89."""
-    first, second = attempt(1.0, turns=[("you see a door", 1.0, 1)]), attempt(0.0, turns=[("you see a dog", 0.0, 1)])
+    first, second = (
+        trajectory(1.0, turns=[("you see a door", 1.0, 1)]),
+        trajectory(0.0, turns=[("you see a dog", 0.0, 1)]),
+    )
     for similarity, credit in ((None, 0.5), (0.95, 0.5), (0.85, 1.0)):
         found = algo.gigpo(similarity=similarity).advantages([(first, second)])[0]
         close(found, [[credit], [-credit]])
@@ -108,10 +111,10 @@ def test_states_that_are_alike() -> None:
 
 
 @pytest.mark.parametrize("lost", [{"reward": math.nan}, {"stop": "error"}])
-def test_an_attempt_that_failed_changes_nothing(lost: dict[str, Any]) -> None:
-    first = attempt(1.0, turns=[("a", 0.0, 1), ("b", 1.0, 1)])
-    second = attempt(0.0, turns=[("a", 0.0, 1)])
-    failed = dataclasses.replace(attempt(9.0, turns=[("a", 4.0, 2), ("b", 5.0, 1)]), **lost)
+def test_a_trajectory_that_failed_changes_nothing(lost: dict[str, Any]) -> None:
+    first = trajectory(1.0, turns=[("a", 0.0, 1), ("b", 1.0, 1)])
+    second = trajectory(0.0, turns=[("a", 0.0, 1)])
+    failed = dataclasses.replace(trajectory(9.0, turns=[("a", 4.0, 2), ("b", 5.0, 1)]), **lost)
     for settings in ({}, {"scale": "group"}, {"episode_over": "step"}, {"similarity": 0.9}):
         wanted = algo.gigpo(**settings).advantages([(first, second)])[0]
         assert algo.gigpo(**settings).advantages([(first, failed, second)])[0] == [wanted[0], [0.0] * 3, wanted[1]]
@@ -121,8 +124,8 @@ def test_an_attempt_that_failed_changes_nothing(lost: dict[str, Any]) -> None:
 
 def test_advantages_stand_on_the_tokens_of_their_turns() -> None:
     """Turns of 1 and 2 tokens with an observation of 1 token between: nothing stands on what was read."""
-    first = attempt(1.0, turns=[("a", 0.0, 1), ("b", 1.0, 2)])
-    second = attempt(0.0, turns=[("a", 0.0, 1), ("b", 0.0, 2)])
+    first = trajectory(1.0, turns=[("a", 0.0, 1), ("b", 1.0, 2)])
+    second = trajectory(0.0, turns=[("a", 0.0, 1), ("b", 0.0, 2)])
     (m,) = make_batch([(first, second)], algo.gigpo(gamma=0.5))
     assert m.trajectories == (0, 1)
     # A_E 0.5; in "a" (0.5, 0) gives 0.25, in "b" (1, 0) gives 0.5. The prompt of one token stands in front.

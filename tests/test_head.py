@@ -1,3 +1,5 @@
+"""The head of a model: log-probs, entropies and top ids from hidden states, a chunk of the logits at a time."""
+
 from __future__ import annotations
 
 import json

@@ -18,8 +18,8 @@ NAN = float("nan")
 
 def test_clipped_and_its_gradient() -> None:
     # r = 1.5, 0.5, 1.1; A = 1, -1, 2; bounds 0.8 and 1.28
-    # -min(1.5, 1.28) = -1.28, held: gradient 0
-    # -min(-0.5, -0.8) = 0.8, held: gradient 0
+    # -min(1.5, 1.28) = -1.28, clipped: gradient 0
+    # -min(-0.5, -0.8) = 0.8, clipped: gradient 0
     # -min(2.2, 2.2) = -2.2, free: d/d log pi = -r A = -2.2
     new, credit = mx.log(mx.array([[1.5, 0.5, 1.1]])), mx.array([[1.0, -1.0, 2.0]])
     clipped = Clipped(clip=(0.2, 0.28))

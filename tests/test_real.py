@@ -20,7 +20,6 @@ pytestmark = [
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_two_steps_on_a_real_model(tmp_path):
     command = [
         *(sys.executable, "-m", "mlxrl", "train", "--config", str(ROOT / "examples/smollm2.toml")),

@@ -49,7 +49,7 @@ def test_gradients_are_those_of_the_plain_pass_bit_for_bit(make, prefix, monkeyp
     plain, wanted = value_and_gradient(p, batch, False)
     runs = calls(monkeypatch, module, "run_checkpointed")
     value, got = value_and_gradient(p, batch, True)
-    # Every layer once in each forward, and those of the prefix and of the rows are forwards of their own.
+    # Every layer once in each forward, and those of the prefix and of the sequences are forwards of their own.
     assert len(runs) == len(p.model.layers) * (2 if prefix else 1)
     assert value == plain
     assert sum(mx.abs(leaf).max().item() > 0 for leaf in wanted.values()) > len(wanted) / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from helpers import attempt, close, group
+from helpers import close, group, trajectory
 from mlxrl import algo
 from mlxrl.algo import shaping
 
@@ -16,7 +16,7 @@ def test_overlong_penalty() -> None:
     # limit 10, buffer 4: free up to 6, then 1/4 a token, 1 at 10; beyond, only a cap stops it
     assert [shaping.overlong_penalty(n, 10, 4) for n in (3, 6, 7, 10, 12)] == [0, 0, -0.25, -1, -1.5]
     assert shaping.overlong_penalty(12, 10, 4, cap=1.0) == -1
-    shaped = shaping.shape_overlong([(attempt(1.0, tokens=7), attempt(0.0, tokens=2))], 10, 4)
+    shaped = shaping.shape_overlong([(trajectory(1.0, tokens=7), trajectory(0.0, tokens=2))], 10, 4)
     assert [row.reward for row in shaped[0]] == [0.75, 0.0]
     assert shaped[0][0].rewards == {"shaping/overlong": -0.25}
     # parts of a reward, those of shaping included, are each on a scale of their own
@@ -25,7 +25,7 @@ def test_overlong_penalty() -> None:
 
 def test_length_penalty() -> None:
     # mean 0.5, longest 4: less 0.5 * 0.2 * (4/4, 2/4); a group of mean 0 loses nothing
-    groups = [(attempt(1.0, tokens=4), attempt(0.0)), (attempt(0.0, tokens=4), attempt(0.0))]
+    groups = [(trajectory(1.0, tokens=4), trajectory(0.0)), (trajectory(0.0, tokens=4), trajectory(0.0))]
     shaped = shaping.shape_length(groups, 0.2)
     close([row.reward for group in shaped for row in group], [0.9, -0.05, 0.0, 0.0])
     assert shaped[0][1].rewards == {"shaping/length": pytest.approx(-0.05)}
