@@ -125,5 +125,5 @@ def test_an_algorithm_that_reads_columns_trains(algorithm: Any) -> None:
     (step,) = run(a_policy(), tasks, algorithm, reward=length, sampling=Sampling(max_tokens=5), **short)
     assert math.isfinite(step.metrics["loss"])
     assert step.metrics["updates"] == 1
-    with pytest.raises(ValueError, match="learns from rewards; wanted at least one function"):
+    with pytest.raises(ValueError, match=r"wanted at least one function, got none; (bare|own) learns from rewards"):
         run(a_policy(), tasks, algorithm, **short)

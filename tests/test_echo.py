@@ -26,7 +26,8 @@ def test_the_loss_of_two_observed_tokens() -> None:
     zeros = mx.zeros((1, 4))
     observed = mx.array([[0.0, 1.0, 1.0, 0.0]])
     mask = mx.array([[1.0, 0.0, 0.0, 0.0]])
-    batch = MicroBatch(zeros[0, :0], zeros.astype(mx.int32), mask, zeros, zeros, observation_mask=observed)
+    ids = zeros.astype(mx.int32)
+    batch = MicroBatch(ids[0, :0], ids, mask, zeros, zeros, observation_mask=observed)
     algorithm = algo.Algorithm("nothing", lambda groups: [], one, algo.reduce.token_mean, (Echo(weight=0.2),))
 
     def loss(read: mx.array) -> Any:

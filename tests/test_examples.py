@@ -55,31 +55,6 @@ def test_the_loop_of_the_library_learns_and_saves_an_adapter(here):
     assert all(mx.abs(value).max().item() > 0 for value in moved)
 
 
-def test_the_readmes_code_runs_with_a_model_that_is_here(here):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert code is not None
-    text = code.group(1)
-    for there, ours in (
-        ("mlx-community/Qwen3-0.6B-4bit", "examples/arithmetic"),
-        ('"train.jsonl"', '"examples/arithmetic/train.jsonl"'),
-        ("steps=200", "steps=2"),
-    ):
-        assert there in text
-        text = text.replace(there, ours)
-    assert len(rewards(python(here, "-c", text))) == 2
-    assert (here / "adapters/math/adapters.safetensors").is_file()
-
-
-def test_the_readmes_environment_runs_with_a_model_that_is_here(here):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (text,) = (block for block in blocks if "class Guess" in block)
-    assert "steps=100" in text
-    code = 'import mlxrl as rl\npolicy = rl.load("examples/maze", lora=rl.LoRA())\n' + text.replace(
-        "steps=100", "steps=2"
-    )
-    assert len(rewards(python(here, "-c", code))) == 2
-
-
 def test_the_maze_is_walked_from_its_config(here):
     out = train(here, "maze", "steps=2", "evaluation.rows=20", "rollout.tasks_per_step=4", "run.folder=walks")
     assert "held-out after training: accuracy" in out

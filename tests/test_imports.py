@@ -161,7 +161,7 @@ CONFIG = {"msgspec", "tomli_w", "typing_extensions"}
     [
         (["--help"], 0, "train | eval", NOTHING, 150),
         (["--version"], 0, "mlx-lm", NOTHING, 220),
-        (["train", "--help"], 0, "--dry-run", NOTHING, 150),
+        (["train", "--help"], 0, "sampling.top_p = 1.0", CONFIG, 220),
         (["train", "--dry"], 2, "--config", NOTHING, 150),
         (["train", "--config", "none.toml"], 2, "mlxrl: none.toml: no such file", CONFIG, 220),
         (["train", "--config", "{bad}"], 2, "unknown key 'temprature'; did you mean 'temperature'?", CONFIG, 220),

@@ -178,21 +178,21 @@ def test_a_teacher_teaches_without_a_reward_and_beside_one(term):
 @pytest.mark.parametrize(
     ("algorithm", "options", "message"),
     [
-        (grpo(), {"reward": None}, "run: reward: grpo learns from rewards; wanted at least one function, got none"),
+        (grpo(), {"reward": None}, "reward: wanted at least one function, got none; grpo learns"),
         (grpo(), {"rollout": Rollout(tasks_per_step=6)}, "tasks_per_step: wanted at most the 5 tasks there are, got 6"),
         (grpo(), {"teacher": "base"}, "teacher: has no effect, because grpo does not learn from one"),
         (opd(), {}, "teacher: opd learns from one"),
         (
             opd(), {"teacher": "base", "rollout": Rollout(tasks_per_step=2, resampling_rounds=1)},
-            "resampling_rounds has no effect, because opd does not use rewards",
+            "rollout: resampling_rounds: has no effect, because opd does not use rewards",
         ),
         (
             opd(), {"teacher": "base", "reward": Reward(functions=(length,), overlong_buffer=2)},
-            "overlong_buffer has no effect, because opd does not use rewards",
+            "reward: overlong_buffer: has no effect, because opd does not use rewards",
         ),
         (
             opd(), {"teacher": "base", "reward": Reward(functions=(length,), length_penalty=0.5)},
-            "length_penalty has no effect, because opd does not use rewards",
+            "reward: length_penalty: has no effect, because opd does not use rewards",
         ),
     ],
 )  # fmt: skip

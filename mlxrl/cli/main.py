@@ -21,14 +21,24 @@ NO_BACKEND = (
 )
 EPILOG = """key=value sets a key of the config, as TOML:
   mlxrl {name} --config run.toml optimizer.learning_rate=2e-5 run.folder="runs/second"
-
-keys, with their defaults; those of [algorithm] are the arguments of its recipe:
-{keys}
 """
+KEYS = "keys, with their defaults; those of [algorithm] are the arguments of its recipe:"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose faults are one line."""
+    """A parser whose faults are one line, and whose help ends with the keys of a config where it takes some."""
+
+    keyed = False
+
+    def format_help(self) -> str:
+        """The help, with a line for each key of a config."""
+        if not self.keyed:
+            return super().format_help()
+        from mlxrl.config import keys
+
+        lines = [(f"{key.name} = {key.default}" if key.default else key.name, key.sentence) for key in keys()]
+        named = "\n".join(f"  {name:<33} {sentence}" for name, sentence in lines)
+        return f"{super().format_help()}\n{KEYS}\n{named}\n"
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and exit with 2."""
@@ -101,23 +111,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _keys() -> str:
-    """A line for each key of a config."""
-    from mlxrl.config import keys
-
-    lines = [(f"{key.name} = {key.default}" if key.default else key.name, key.sentence) for key in keys()]
-    return "\n".join(f"  {name:<33} {sentence}" for name, sentence in lines)
-
-
 def _command(commands: Any, name: str, about: str) -> Parser:
     command: Parser = commands.add_parser(
         name,
         help=about,
         description=about,
-        epilog=EPILOG.format(name=name, keys=_keys()).replace("%", "%%"),
+        epilog=EPILOG.format(name=name),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.keyed = True
     command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     return command

@@ -66,8 +66,8 @@ class Experiment:
         tasks = _tasks(settings, data.train, None)
         held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.rows)
         try:
-            check_tasks(len(tasks), settings.rollout)
             _check_data(settings, rewards, tasks, held_out)
+            check_tasks(len(tasks), settings.rollout, f"examples of {data.train}")
             sinks = tuple(_sink(name) for name in settings.run.sinks)
         except UserError as error:
             raise origin.locate(error) from error.__cause__

@@ -63,8 +63,8 @@ def _overlong(buffer: int, limit: int, episodes: bool) -> str:
     return f"wanted at most sampling.max_tokens, {limit}, got {buffer}" if buffer > limit else ""
 
 
-def check_tasks(count: int, rollout: Rollout) -> None:
+def check_tasks(count: int, rollout: Rollout, what: str = "tasks there are") -> None:
     """SettingError where a step wants more tasks than there are."""
     if rollout.tasks_per_step > count:
-        why = f"wanted at most the {count} tasks there are, got {rollout.tasks_per_step}"
+        why = f"wanted at most the {count} {what}, got {rollout.tasks_per_step}"
         raise SettingError("rollout", "tasks_per_step", why)
