@@ -124,28 +124,26 @@ def longest_prompt(experiment: Experiment, tokenizer: Any) -> int:
     return max(lengths)
 
 
-def settled(experiment: Experiment, memory: float | None = None) -> tuple[Experiment, str]:
+def planned(experiment: Experiment, memory: float | None = None) -> Plan | str:
+    """The plan of a run with the pass that it takes, or why there is none."""
+    try:
+        return usual(Plan.of(experiment, memory))
+    except UserError as why:
+        return f"no plan is possible: {why}"
+
+
+def settled(experiment: Experiment, plan: Plan | str) -> tuple[Experiment, str]:
     """The experiment with train.tokens_per_pass chosen where it is left out, and how, in words ("" if it is given)."""
     config = experiment.config
     if config.train.tokens_per_pass is not None:
         return experiment, ""
-    try:
-        plan = first_that_fits(sizes(Plan.of(experiment, memory)), "load", "update")
+    if isinstance(plan, str):
+        chosen, words = TOKENS_PER_PASS, f"as {plan}"
+    else:
         chosen = plan.config.train.tokens_per_pass or TOKENS_PER_PASS
         words = f"with which an update needs about {size(plan.peak('update'))} of {size(plan.memory)}"
-    except UserError as why:
-        chosen, words = TOKENS_PER_PASS, f"as no plan is possible: {why}"
     config = replace(config, train=replace(config.train, tokens_per_pass=chosen))
     return replace(experiment, config=config), f"{chosen:,}, {words}"
-
-
-def described(experiment: Experiment, chosen: str, memory: float | None = None) -> list[str]:
-    """The plan as lines for a dry run, with how the size of a pass was chosen."""
-    first = [f"tokens_per_pass is at most {chosen}"] if chosen else []
-    try:
-        return [*first, *lines(Plan.of(experiment, memory))]
-    except UserError as why:
-        return [*first, f"no plan is possible: {why}"]
 
 
 def first_that_fits(plans: Sequence[Plan], *parts: str) -> Plan:
@@ -159,6 +157,12 @@ def sizes(plan: Plan) -> list[Plan]:
     """The plan with its pass, or the usual one, and with smaller ones."""
     given = plan.config.train.tokens_per_pass or TOKENS_PER_PASS
     return [plan.with_({PASS: given}), *(plan.with_({PASS: size}) for size in SIZES if size < given)]
+
+
+def usual(plan: Plan) -> Plan:
+    """The plan with the pass that is given, or the largest with which an update fits."""
+    given = plan.config.train.tokens_per_pass is not None
+    return plan if given else first_that_fits(sizes(plan), "load", "update")
 
 
 def fitted(plan: Plan) -> Plan:
@@ -191,9 +195,7 @@ def command(experiment: Experiment, name: str, *, memory: float | None, fit: boo
         name: of the run, where the config has no folder for it; memory: GB, None for the machine's.
     """
     plan = Plan.of(experiment, memory)
-    if experiment.config.train.tokens_per_pass is None:
-        plan = first_that_fits(sizes(plan), "load", "update")
-    plan = fitted(plan) if fit else plan
+    plan = fitted(plan) if fit else usual(plan)
     chosen, fits, highest = plan.chosen(PASS, RECOMPUTE, ROWS), plan.fits(), max(map(plan.peak, PARTS))
     seconds = past_seconds(experiment.config.run.folder or f"runs/{name}")
     if as_json:

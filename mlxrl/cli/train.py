@@ -29,9 +29,11 @@ def command(
     path = Path(config.run.folder or free_folder(Path("runs") / name)).expanduser()
     refuse_taken(path)
     experiment = replace(experiment, config=replace(config, run=replace(config.run, folder=str(path))))
-    experiment, chosen = plan.settled(experiment, memory)
+    wanted = dry_run or config.train.tokens_per_pass is None
+    found = plan.planned(experiment, memory) if wanted else ""
+    experiment, chosen = plan.settled(experiment, found)
     if dry_run:
-        return _dry_run(experiment, chosen, memory)
+        return _dry_run(experiment, chosen, found)
     with Shutdown().listening() as shutdown:
         folder = create(path, experiment.toml())
         folder.record(
@@ -51,7 +53,7 @@ def _digests(experiment: Experiment) -> list[dict[str, object]]:
     return [facts.data_digest(data.train, experiment.tasks), *held_out]
 
 
-def _dry_run(experiment: Experiment, chosen: str, memory: float | None) -> int:
+def _dry_run(experiment: Experiment, chosen: str, found: plan.Plan | str) -> int:
     """Print the resolved config and, as comments in it, what would be done."""
     from mlxrl.policy.policy import outline
 
@@ -65,6 +67,8 @@ def _dry_run(experiment: Experiment, chosen: str, memory: float | None) -> int:
     for line in adapted or ():
         shape = " x ".join(map(str, line.shape))
         print(f"# adapted: {line.key} ({line.layer} {shape}), {line.count} times, {line.parameters:,} parameters")
-    for found in plan.described(experiment, chosen, memory):
-        print(f"# memory: {found}")
+    if chosen:
+        print(f"# memory: tokens_per_pass is at most {chosen}")
+    for line in [found] if isinstance(found, str) else plan.lines(found):
+        print(f"# memory: {line}")
     return 0
