@@ -240,13 +240,14 @@ def dump_line(name: str, root: Path, teacher: str) -> list[dict[str, Any]]:
     learning = importlib.import_module("learning")
     settings = [f"algorithm.name={name.split(',')[0]}", *(one.format(teacher=teacher) for one in learning.RUNS[name])]
     with tempfile.TemporaryDirectory() as folder:
-        return _train(root, Path(folder) / "run", [f"steps={LINES}", "evaluation.rows=8", *settings])
+        return _train(root, Path(folder) / "run", [f"steps={LINES}", *settings])
 
 
 def _train(root: Path, folder: Path, settings: Sequence[str]) -> list[dict[str, Any]]:
     main = importlib.import_module("mlxrl.cli").main
     config = str(root / "examples" / "arithmetic.toml")
-    code = main(["train", "--config", config, f'run.folder="{folder}"', *settings])
+    few = "evaluation.examples=8" if (root / "mlxrl" / "settings.py").exists() else "evaluation.rows=8"
+    code = main(["train", "--config", config, f'run.folder="{folder}"', few, *settings])
     if code:
         raise SystemExit(f"the run ended with {code}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -268,7 +269,7 @@ def dump(arguments: argparse.Namespace) -> None:
                 found[name] = dump_case(CASES[name], root)
                 continue
             if name.startswith("opd") and not adapter.exists():
-                _train(root, adapter.parent, ["seed=100", "algorithm.name=grpo", f"steps={LINES}", "evaluation.rows=8"])
+                _train(root, adapter.parent, ["seed=100", "algorithm.name=grpo", f"steps={LINES}"])
             found[name] = dump_line(name, root, str(adapter))
             arguments.file.write_text(json.dumps(found), encoding="utf-8")
     arguments.file.write_text(json.dumps(found), encoding="utf-8")

@@ -38,6 +38,8 @@ RENAMED = {
     },
     "rollout.max_draws": "rollout.resampling_rounds, one less",
     "data.thinking": "sampling.thinking",
+    "evaluation.rows": "evaluation.examples",
+    "train.max_tokens_per_row": "train.max_tokens_per_sequence",
     "echo": "algorithm.echo",
 }  # fmt: skip
 """Keys by the names they once had. Those of [algorithm] are in `mlxrl.algo.build`."""

@@ -222,7 +222,7 @@ class Train:
         Count | None,
         says("tokens of a forward and backward pass at most, which bounds memory; left out, chosen"),
     ] = None
-    max_tokens_per_row: Annotated[
+    max_tokens_per_sequence: Annotated[
         Count | None, says("tokens of a sequence, its prompt included, after which it is not trained on")
     ] = None
     recompute: Annotated[bool, says("gradient checkpointing: a third more time, far less memory")] = False
@@ -278,7 +278,7 @@ class Memory:
 class Evaluation:
     """How held-out examples are evaluated."""
 
-    rows: Annotated[Count | None, says("number of held-out examples, the first ones; left out, all")] = None
+    examples: Annotated[Count | None, says("number of held-out examples, the first ones; left out, all")] = None
     temperature: Annotated[NotNegative, says("sampling temperature of evaluations; 0 is greedy decoding")] = 0.0
     success: Annotated[float, says("reward from which on an example counts as right")] = 1.0
 

@@ -104,19 +104,19 @@ def test_a_sequence_that_is_too_long_is_shortened_and_counts_what_was_dropped():
     """Prompts of 90 tokens, then 4, 10 and 30: at 100 tokens the last loses 20, at 92 they lose 2, 8 and 28."""
     p, algorithm = a_policy(dense), grpo()
     group = [made([1.0, 0.0, 0.3], lengths=[4, 10, 30])]
-    whole, some, most = (make_batch(group, algorithm, Train(max_tokens_per_row=limit)) for limit in (120, 100, 92))
+    whole, some, most = (make_batch(group, algorithm, Train(max_tokens_per_sequence=limit)) for limit in (120, 100, 92))
     assert (whole.dropped_tokens, some.dropped_tokens, most.dropped_tokens) == ({}, {2: 20}, {0: 2, 1: 8, 2: 28})
     assert some.totals == whole.totals
     assert sum(m.mask.sum().item() for m in some) == 24
     assert {m.prefix.size + m.tokens.shape[1] for m in most} == {92}
-    none = make_batch(group, algorithm, Train(max_tokens_per_row=90))
+    none = make_batch(group, algorithm, Train(max_tokens_per_sequence=90))
     assert (len(none), none.totals.without_signal, none.dropped_tokens) == (0, 3, {0: 4, 1: 10, 2: 30})
     metrics = update(p, optim.SGD(0.0), some, algorithm)
     assert metrics["sequences/dropped_tokens"] == 20
     assert "sequences/dropped_tokens" not in update(p, optim.SGD(0.0), whole, algorithm)
 
 
-@pytest.mark.parametrize("name", ["tokens_per_pass", "max_tokens_per_row"])
+@pytest.mark.parametrize("name", ["tokens_per_pass", "max_tokens_per_sequence"])
 def test_a_bound_of_nothing_is_refused(name):
     with pytest.raises(ValueError, match=f"train: {name}: wanted a whole number of at least 1, got 0"):
         make_batch([made([1.0, 0.0])], grpo(), Train(**{name: 0}))

@@ -48,7 +48,7 @@ def test_a_run_leaves_its_folder(folder, capsys):
     assert (known["state"], known["seed"]) == ("succeeded", 0)
     assert known["command"] == ["mlxrl", "train", "--config", "run.toml", "steps=4", "run.evaluate_every=2"]
     assert len(known["model"]["files"]["model.safetensors"]) == 64
-    assert [data["rows"] for data in known["data"]] == [len(read_lines(EXAMPLE / "train.jsonl")), 8]
+    assert [data["examples"] for data in known["data"]] == [len(read_lines(EXAMPLE / "train.jsonl")), 8]
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert {"reward", "groups/zero_variance", "grad_norm"} <= read_lines(run / "metrics.jsonl")[0].keys()
     for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -74,7 +74,7 @@ def test_a_run_leaves_its_folder(folder, capsys):
 
 def test_eval_loads_the_adapter(folder, capsys):
     judge = 'reward.functions=["mlxrl.rewards:last_number_matches"]'
-    assert train(folder, "steps=1", judge, "evaluation.rows=32") == 0
+    assert train(folder, "steps=1", judge, "evaluation.examples=32") == 0
     run = folder / "out/run"
     evaluation = json.loads((run / "evaluation.json").read_text())
     weights = mx.load(str(run / "adapters/adapters.safetensors"))
@@ -83,7 +83,7 @@ def test_eval_loads_the_adapter(folder, capsys):
     )
     capsys.readouterr()
     assert main(["eval", "--config", "out/run/config.toml"]) == 0
-    assert main(["eval", "--config", "run.toml", "--adapter", "out/run/adapters", judge, "evaluation.rows=32"]) == 0
+    assert main(["eval", "--config", "run.toml", "--adapter", "out/run/adapters", judge, "evaluation.examples=32"]) == 0
     plain, spoilt = capsys.readouterr().out.splitlines()
     assert evaluation["before"]["accuracy"] > 0
     assert plain == f"without adapter: accuracy {evaluation['before']['accuracy']:.4f}, " + (
@@ -122,7 +122,7 @@ def test_every_setting_arrives(folder, monkeypatch):
         "rollout.resampling_rounds": 4, "algorithm.name": "opd", "algorithm.reward": 0.25,
         "algorithm.kl.coefficient": 0.03, "teacher.id": EXAMPLE, "teacher.dtype": "bfloat16",
         "teacher.hint": "answer", "teacher.thinking": "false", "train.tokens_per_pass": 99,
-        "train.max_tokens_per_row": 77, "train.updates_per_rollout": 2, "train.minibatches": 3,
+        "train.max_tokens_per_sequence": 77, "train.updates_per_rollout": 2, "train.minibatches": 3,
         "train.recompute": "true", "optimizer.name": '"lion"', "optimizer.learning_rate": 0.5,
         "optimizer.schedule": '"cosine"', "optimizer.warmup_steps": 4, "optimizer.weight_decay": 0.0625,
         "optimizer.betas": "[0.5, 0.25]", "optimizer.max_grad_norm": 17, "evaluation.temperature": 0.375,
@@ -155,7 +155,7 @@ def test_every_setting_arrives(folder, monkeypatch):
         "steps": 7, "rollout": Rollout(tasks_per_step=3, group_size=6, max_rows=13, resampling_rounds=4),
         "sampling": sampling, "limits": EpisodeLimits(), "environment": None, "seed": 5, "optimizer": chosen,
         "train": Train(
-            tokens_per_pass=99, max_tokens_per_row=77, recompute=True, updates_per_rollout=2, minibatches=3
+            tokens_per_pass=99, max_tokens_per_sequence=77, recompute=True, updates_per_rollout=2, minibatches=3
         ),
     }  # fmt: skip
     assert (state.optimizer, state.step) == (None, 0)  # what the spy made
@@ -206,7 +206,7 @@ def test_a_student_is_taught(folder, capsys, how):
     policy = load(str(EXAMPLE), lora=LoRA(rank=2))
     policy.model.update(tree_map(lambda leaf: leaf + 0.05, policy.model.trainable_parameters()))
     policy.save(folder / "adapter")
-    config = CONFIG.replace(f'evaluation = "{EXAMPLE}/test.jsonl"\n', "").replace("[evaluation]\nrows = 8\n", "")
+    config = CONFIG.replace(f'evaluation = "{EXAMPLE}/test.jsonl"\n', "").replace("[evaluation]\nexamples = 8\n", "")
     config = config.replace('[reward]\nfunctions = ["judge.py:judge"]\n', "")
     settings = [one.format(model=EXAMPLE, adapter="adapter") for one in TEACHER[how]]
     assert train(folder, "algorithm.name=opd", *settings, config=config) == 0
@@ -417,7 +417,7 @@ def test_overrides_may_stand_between_options(folder, capsys):
 
 def test_eval_wants_held_out_examples(folder, capsys):
     (folder / "judge.py").write_text(JUDGE.format(on_step="pass"))
-    config = CONFIG.replace(f'evaluation = "{EXAMPLE}/test.jsonl"\n', "").replace("[evaluation]\nrows = 8\n", "")
+    config = CONFIG.replace(f'evaluation = "{EXAMPLE}/test.jsonl"\n', "").replace("[evaluation]\nexamples = 8\n", "")
     (folder / "run.toml").write_text(config)
     assert main(["eval", "--config", "run.toml"]) == 2
     assert "mlxrl: run.toml: data: missing key 'evaluation'" in capsys.readouterr().err

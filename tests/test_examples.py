@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from helpers import ROOT
 
-SMALL = ["steps=2", "evaluation.rows=4", "rollout.tasks_per_step=4"]
+SMALL = ["steps=2", "evaluation.examples=4", "rollout.tasks_per_step=4"]
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_the_loop_of_the_library_learns_and_saves_an_adapter(here):
 
 
 def test_the_maze_is_walked_from_its_config(here):
-    out = train(here, "maze", "steps=2", "evaluation.rows=20", "rollout.tasks_per_step=4", "run.folder=walks")
+    out = train(here, "maze", "steps=2", "evaluation.examples=20", "rollout.tasks_per_step=4", "run.folder=walks")
     assert "held-out after training: accuracy" in out
     lines = (here / "walks" / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]

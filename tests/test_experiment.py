@@ -136,7 +136,7 @@ def test_a_teacher_of_its_own_is_read_back(folder):
 
 def test_evaluation_settings_without_data_to_evaluate_on_are_refused(folder):
     for text, message in {
-        "[evaluation]\nrows = 3": "evaluation: rows: has no effect without data.evaluation",
+        "[evaluation]\nexamples = 3": "evaluation: examples: has no effect without data.evaluation",
         "[evaluation]\ntemperature = 1": "evaluation: temperature: has no effect without data.evaluation",
         "[evaluation]\nsuccess = 0.5": "evaluation: success: has no effect without data.evaluation",
         "[run]\nevaluate_every = 3": "run: evaluate_every: has no effect without data.evaluation",
@@ -192,7 +192,7 @@ def test_the_resolved_text_makes_the_same_run_from_anywhere(folder, tmp_path, mo
         'run.folder="a[\\n\\"b = ["',
         "data.columns.answer=answer",
         'data.system="Say = [\\n]"',
-        "evaluation.rows=1",
+        "evaluation.examples=1",
         "optimizer.max_grad_norm=inf",
     )
     text = first.toml()

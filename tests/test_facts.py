@@ -17,7 +17,7 @@ def test_digests(tmp_path, monkeypatch):
     assert facts.digest(tmp_path / "model.safetensors") == f"head:6:{hashlib.sha256(b'ab').hexdigest()}"
     assert facts.model_digests("some/model-on-the-hub") == {}
     one, two = [Task("a", {"x": 1})], [Task("a", {"x": 2})]
-    assert facts.data_digest("d", one)["rows"] == 1
+    assert facts.data_digest("d", one)["examples"] == 1
     assert facts.data_digest("d", one) == facts.data_digest("d", list(one))
     assert facts.data_digest("d", one)["sha256"] != facts.data_digest("d", two)["sha256"]
 

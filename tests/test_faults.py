@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT
 
 CONFIG = ROOT / "examples" / "arithmetic.toml"
-SMALL = ["steps=3", "rollout.tasks_per_step=2", "rollout.group_size=4", "evaluation.rows=8"]
+SMALL = ["steps=3", "rollout.tasks_per_step=2", "rollout.group_size=4", "evaluation.examples=8"]
 
 
 def mlxrl(folder: Path, *arguments: str, **options) -> subprocess.CompletedProcess[str]:

@@ -170,7 +170,7 @@ def test_minibatches_and_shortened_sequences_have_their_own_denominators() -> No
         assert one.totals.observation_tokens == alone.totals.observation_tokens
         assert_same_gradient(gradient(p, one, a)[1], gradient(p, alone, a)[1])
     # The prompt of 90, 3 or 4 tokens, and what was read first; the second observation is dropped.
-    cut = make_batch(groups[:1], a, Train(max_tokens_per_row=98))
+    cut = make_batch(groups[:1], a, Train(max_tokens_per_sequence=98))
     assert cut.totals.observation_tokens == 10
     assert sum(float(m.observation_mask.sum()) for m in cut) == 6
     assert gradient(p, cut, a)[0]["echo/coefficient"] == pytest.approx(0.5 * 0.6)

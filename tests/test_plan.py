@@ -309,7 +309,7 @@ def test_json_has_bytes_and_seconds(folder, capsys):
         (["memory.cache_limit=1e300"], "cache_limit: wanted at least 0 and at most 1000000"),
         (["memory.wired_limit=1e7"], "wired_limit: wanted more than 0 and at most 1000000"),
         (["train.tokens_per_pass=0"], "tokens_per_pass: wanted a whole number of at least 1"),
-        (["train.max_tokens_per_row=0"], "max_tokens_per_row: wanted a whole number of at least 1"),
+        (["train.max_tokens_per_sequence=0"], "max_tokens_per_sequence: wanted a whole number of at least 1"),
         (["memory.cache_limit=-1"], "cache_limit: wanted at least 0"),
         (["model.id=some/model"], "mlxrl: model: id: some/model is not on this machine yet"),
         (["lora.keys=[\"self_attn.x\"]"], "lora: keys: 'self_attn.x' matches no layer"),
@@ -397,7 +397,7 @@ def test_a_sequence_is_as_long_as_all_turns_may_be(folder, capsys):
     data += ["data.prompt=prompt", f"model.id={maze}", "reward.functions=[]"]
     found = step(planned(*WORLD, *data))
     assert (found.tokens, found.sampled, found.trained, found.answer) == (50, 30, 50, 10)
-    cut = step(planned(*WORLD, *data, "train.max_tokens_per_row=45"))
+    cut = step(planned(*WORLD, *data, "train.max_tokens_per_sequence=45"))
     assert (cut.tokens, cut.trained) == (50, 45 - cut.prompt)
     some = step(planned(*WORLD, *data, "environment.max_episode_tokens=25"))
     assert (some.tokens, some.sampled) == (45, 25)
@@ -406,13 +406,15 @@ def test_a_sequence_is_as_long_as_all_turns_may_be(folder, capsys):
 
 
 def test_a_sequence_is_cut_in_training_and_in_the_plan(folder):
-    cut, uncut = (step(planned("sampling.max_tokens=200", *more)) for more in (["train.max_tokens_per_row=60"], []))
+    cut, uncut = (
+        step(planned("sampling.max_tokens=200", *more)) for more in (["train.max_tokens_per_sequence=60"], [])
+    )
     assert (cut.tokens, cut.trained) == (200, 60 - cut.prompt)
     assert uncut.trained == 200
 
 
 def test_a_teacher_has_weights(folder):
-    text = CONFIG.replace(f'evaluation = "{EXAMPLE}/test.jsonl"\n', "").replace("rows = 8", "")
+    text = CONFIG.replace(f'evaluation = "{EXAMPLE}/test.jsonl"\n', "").replace("examples = 8", "")
     (folder / "run.toml").write_text(text)
     learned = ["algorithm.name=opd", "reward.functions=[]"]
     other, hinted = (planned(*learned, one) for one in (f"teacher.id={EXAMPLE}", "teacher.hint=answer"))

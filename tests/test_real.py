@@ -24,7 +24,7 @@ def test_two_steps_on_a_real_model(tmp_path):
     command = [
         *(sys.executable, "-m", "mlxrl", "train", "--config", str(ROOT / "examples/smollm2.toml")),
         *("steps=2", "optimizer.warmup_steps=0", f'run.folder="{tmp_path / "run"}"', f'model.id="{FILE}"'),
-        *("rollout.tasks_per_step=2", "sampling.max_tokens=32", "evaluation.rows=4"),
+        *("rollout.tasks_per_step=2", "sampling.max_tokens=32", "evaluation.examples=4"),
     ]
     subprocess.run(command, check=True, cwd=ROOT)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

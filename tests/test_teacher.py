@@ -256,7 +256,7 @@ def test_a_teacher_scores_what_is_left_of_a_shortened_sequence(size, hint):
     group = with_tasks(made([float(n) for n in range(size)], lengths=list(range(3, 3 + size))))
 
     def of(limit: int | None) -> tuple[int, dict[int, np.ndarray]]:
-        batch = make_batch([group], algorithm, Train(max_tokens_per_row=limit))
+        batch = make_batch([group], algorithm, Train(max_tokens_per_sequence=limit))
         completed = complete(p, batch, algorithm, frozenset({"teacher"}), Teacher(p, hint=hint))
         return sum(batch.dropped_tokens.values()), rows(completed, "teacher_logprobs")
 

@@ -55,10 +55,13 @@ def _digests(experiment: Experiment) -> list[dict[str, object]]:
 
 def _dry_run(experiment: Experiment, chosen: str, found: plan.Plan | str) -> int:
     """Print the resolved config and, as comments in it, what would be done."""
-    from mlxrl.policy.policy import outline
+    from mlxrl.policy.skeleton import NotHere, outline
 
     model = experiment.config.model.id
-    adapted = outline(model, experiment.config.lora)
+    try:
+        adapted = outline(model, experiment.config.lora)
+    except NotHere:
+        adapted = None
     print(experiment.toml())
     for label, value in summary(experiment):
         print(f"# {label}: {value}")

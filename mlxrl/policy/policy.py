@@ -143,20 +143,6 @@ def folder_of(id: str) -> Path | None:
         return None
 
 
-def skeleton(id: str) -> nn.Module | None:
-    """A model without its weights, None where its config is not on this machine."""
-    folder = folder_of(id)
-    if folder is None or not (folder / "config.json").is_file():
-        return None
-    from mlx_lm.utils import load_config
-
-    try:
-        return built(load_config(folder))
-    except Exception as error:  # as above
-        message = f"makes no model: {type(error).__name__}: {error}"
-        raise ModelError(str(folder / "config.json"), message) from error
-
-
 def built(config: Mapping[str, Any]) -> Any:
     """The model of an mlx-lm config, of which nothing is evaluated; layers are packed that its `quantization` names."""
     from mlx_lm.utils import _get_classes  # pyright: ignore
@@ -166,11 +152,3 @@ def built(config: Mapping[str, Any]) -> Any:
     if layers := config.get("quantization"):
         nn.quantize(model, class_predicate=lambda name, _: layers.get(name, False))
     return model
-
-
-def outline(id: str, lora: LoRA) -> list[Adapted] | None:
-    """What `load` would adapt, without loading weights; None where the model is not on this machine."""
-    if (model := skeleton(id)) is None:
-        return None
-    adapters.adapt(model, lora)
-    return adapters.adapted(model)

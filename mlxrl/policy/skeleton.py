@@ -13,13 +13,19 @@ import mlx.nn as nn
 from mlxrl.errors import UserError
 from mlxrl.policy import gguf
 from mlxrl.policy.differentiate import leaves
+from mlxrl.policy.lora import Adapted, adapt, adapted
 from mlxrl.policy.policy import built, folder_of, load_mlx_lm
+from mlxrl.settings import LoRA
 
 FEW, SOME = 2, 6
 """Layers that stand for those of a model with more."""
 ROWS = 251
 """Rows of a vocabulary that are made at random, and repeated: a number that no width is."""
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
+
+class NotHere(UserError):
+    """A model whose files are not on this machine."""
 
 
 class Skeleton:
@@ -100,13 +106,20 @@ def skeleton(id: str, dtype: str | None = None) -> Skeleton:
         model, files = built(config), [path]
         model.set_dtype(getattr(mx, dtype) if dtype else usual)
     elif folder is None:
-        raise UserError("model", "id", f"{id} is not on this machine yet")
+        raise NotHere("model", "id", f"{id} is not on this machine yet")
     else:
         model, tokenizer, config = load_mlx_lm(id, folder, lazy=True)
         files = list(folder.glob("*.safetensors")) if dtype else []
         if dtype:
             model.set_dtype(getattr(mx, dtype))
     return Skeleton(id, config, model, tokenizer, sum(file.stat().st_size for file in files))
+
+
+def outline(id: str, lora: LoRA) -> list[Adapted]:
+    """What `load` would adapt, without loading weights; errors as of `skeleton`."""
+    model = skeleton(id).model
+    adapt(model, lora)
+    return adapted(model)
 
 
 def _packing(module: Any) -> dict[str, Any] | bool:

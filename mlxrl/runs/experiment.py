@@ -64,7 +64,7 @@ class Experiment:
             raise origin.locate(error) from error.__cause__
         data = settings.data
         tasks = _tasks(settings, data.train, None)
-        held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.rows)
+        held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.examples)
         try:
             _check_data(settings, rewards, tasks, held_out)
             check_tasks(len(tasks), settings.rollout, f"examples of {data.train}")

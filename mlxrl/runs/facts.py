@@ -57,12 +57,12 @@ def model_digests(source: str) -> dict[str, str]:
 
 
 def data_digest(source: str, tasks: Sequence[Task]) -> dict[str, Any]:
-    """A data source, how many rows were taken of it, and a SHA-256 over them as they were understood."""
+    """A data source, how many examples were taken of it, and a SHA-256 over them as they were understood."""
     total = hashlib.sha256()
     for task in tasks:
         row = json.dumps([task.prompt, dict(task.columns)], sort_keys=True, default=str)
         total.update(row.encode("utf-8", "backslashreplace") + b"\n")
-    return {"source": source, "rows": len(tasks), "sha256": total.hexdigest()}
+    return {"source": source, "examples": len(tasks), "sha256": total.hexdigest()}
 
 
 def digest(path: Path) -> str:

@@ -30,8 +30,8 @@ def make_batch(groups: Sequence[Group], algorithm: Algorithm, train: Train = Tra
 
     Args:
         train: of which `tokens_per_pass` bounds the padded tokens of a forward, the prefix included (one sequence may
-            exceed it), and tokens beyond `max_tokens_per_row`, prompt included, are not trained on: the totals count
-            them, and `Batch.dropped_tokens` says how many of them the model chose.
+            exceed it), and tokens beyond `max_tokens_per_sequence`, prompt included, are not trained on: the totals
+            count them, and `Batch.dropped_tokens` says how many of them the model chose.
     """
     numbers, kept, skip = count(), num_top(algorithm), not_predicted(algorithm)
     sequences = [
@@ -44,8 +44,8 @@ def make_batch(groups: Sequence[Group], algorithm: Algorithm, train: Train = Tra
     ]
     whole = _counted(sequences, lambda sequence: int(sequence.mask.sum()))
     observed = _counted(sequences, lambda sequence: sequence.observation_tokens)
-    if train.max_tokens_per_row is not None:
-        most = train.max_tokens_per_row
+    if train.max_tokens_per_sequence is not None:
+        most = train.max_tokens_per_sequence
         sequences = [[shortened(one, most - len(one.prompt)) for one in group] for group in sequences]
     dropped = whole - _counted(sequences, lambda sequence: int(sequence.mask.sum()))
     needs_loss = bool(algorithm.needs & {"reference", "teacher", "entropy"})

@@ -81,7 +81,7 @@ class Work:
         return cls(
             tasks=run.tasks_per_step, group=run.group_size, prompt=prompt, tokens=tokens, sampled=sampled,
             rows=min(run.max_rows, run.group_size * run.tasks_per_step), answer=each if answers else 0,
-            trained=max(1, min(tokens, (train.max_tokens_per_row or sys.maxsize) - prompt)),
+            trained=max(1, min(tokens, (train.max_tokens_per_sequence or sys.maxsize) - prompt)),
             budget=train.tokens_per_pass or TOKENS_PER_PASS, recompute=train.recompute,
         )  # fmt: skip
 
