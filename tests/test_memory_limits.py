@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.sample import sample
-from mlxrl.runs.memory_limits import limits
-from mlxrl.settings import LoRA, Sampling
+from mlxrl.runs.memory_limits import available, limited, limits
+from mlxrl.settings import LoRA, Memory, Sampling
 from mlxrl.types import Task
 from models import dense, tokenizer
 
@@ -25,3 +25,15 @@ def test_the_buffer_cache_is_bounded_and_the_wired_limit_left_alone(monkeypatch)
     with limits(wired=1234):
         assert wired == [1234]
     assert wired == [1234, 7]
+
+
+def test_settings_bound_the_buffers_that_a_run_keeps():
+    """0.5 GB where that is asked for, a quarter of the memory where nothing is; afterwards what it was."""
+    before = mx.set_cache_limit(10**9)
+    try:
+        for memory, bytes in ((Memory(cache_limit=0.5), 500_000_000), (Memory(), round(available() / 4))):
+            with limited(memory):
+                assert mx.set_cache_limit(bytes) == bytes
+            assert mx.set_cache_limit(10**9) == 10**9
+    finally:
+        mx.set_cache_limit(before)

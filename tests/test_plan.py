@@ -152,7 +152,7 @@ def test_the_peak_of_an_update_is_foreseen(kind, bits, changes):
         mx.clear_cache()
         mx.reset_peak_memory()
         update(subject, rule, batch, dr_grpo(), recompute=at.recompute)
-    assert needed == pytest.approx(mx.get_peak_memory() - others, rel=0.15)
+    assert needed == pytest.approx(mx.get_peak_memory() - others, rel=0.25)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_moe"])
@@ -168,7 +168,7 @@ def test_the_peak_of_a_rollout_is_foreseen(kind):
     groups = sample(subject, tasks, group_size=8, sampling=Sampling(max_tokens=40, min_tokens=40))
     assert len(groups[0][0].prompt) == 60
     needed = always["weights"] + always["adapters"] + max(phases.values())
-    assert needed == pytest.approx(mx.get_peak_memory() - others, rel=0.15)
+    assert needed == pytest.approx(mx.get_peak_memory() - others, rel=0.25)
     assert set(phases) == {"first prompts", "decoding", "answers", "later prompts"}
 
 
