@@ -33,7 +33,7 @@ group_size = 4
 [optimizer]
 learning_rate = 1e-3
 [evaluation]
-rows = 8
+examples = 8
 [run]
 folder = "out/run"
 samples_every = 1
