@@ -3,7 +3,7 @@
 import mlxrl as rl
 
 policy = rl.load("examples/arithmetic", lora=rl.LoRA(rank=8))
-tasks = rl.tasks("examples/arithmetic/train.jsonl", prompt="question", answer="answer")
+tasks = rl.tasks("examples/arithmetic/train.jsonl", prompt="question")
 
 
 def correct(completions, answer, **_):  # TRL's signature, unchanged
