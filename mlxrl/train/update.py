@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from mlxrl.algo import finish
+from mlxrl.algo.reduce import finish
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import scoring
