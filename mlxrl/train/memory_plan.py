@@ -37,7 +37,7 @@ from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache, capacity_for
 from mlxrl.rollout.prefill import prefill
-from mlxrl.rollout.sequence import Request
+from mlxrl.rollout.sequence import PrefilledPrompt, Request
 from mlxrl.settings import Config, Sampling
 from mlxrl.train.batch import SHARE_FROM, TOKENS_PER_PASS
 from mlxrl.train.gradient import gradient
@@ -261,19 +261,23 @@ def rollout(whole: Skeleton, lora: LoRA, work: Work, sampling: Sampling, algorit
 def _begun(policy: Policy, prompts: Sequence[tuple[int, ...]], rows: int) -> list[int]:
     """The peak while prompts are run, what their caches hold, what those of sequences hold, and what is in flight while
     these get those of two prompts."""
-    mode = mode_of(policy)
+    mode, prefilled, peaks, kept = mode_of(policy), list[PrefilledPrompt](), list[int](), 0
     with decoding(policy) as merged:
+        for _ in range(3):  # the least of which is extrapolated: how far MLX is ahead differs
+            prefilled.clear()
+            before = _settled()
+            prefilled += prefill(merged, prompts, PREFILL)
+            mx.synchronize()
+            peaks.append(mx.get_peak_memory() - before)
+            kept = mx.get_active_memory() - before
         before = _settled()
-        prefilled = prefill(merged, prompts, PREFILL)
-        mx.synchronize()
-        peak, kept, before = mx.get_peak_memory() - before, mx.get_active_memory() - before, _settled()
         caches = SlotCache(rows) if mode in SLOTTED else EqualLengthCache(rows)
         caches.fit(len(prompts[0]) + 2)
         for number, prompt in enumerate(prefilled[: min(2, rows)]):
             caches.place(range(number, rows, 2), prompt)
         mx.synchronize()
         held = mx.get_active_memory()
-    return [peak, kept, held - before, mx.get_peak_memory() - held]
+    return [min(peaks), kept, held - before, mx.get_peak_memory() - held]
 
 
 def _decoded(
@@ -298,4 +302,4 @@ def _decoded(
         peak, held = max([0, *steps(engine)[2:]]), mx.get_active_memory() - before
         for sequence in sequences[: max(1, chunk // answer)] if answer else ():
             engine.extend(sequence, [1] * answer)
-        return [held, peak, max(steps(engine))]
+        return [held, peak, max([0, *steps(engine)])]
