@@ -263,7 +263,7 @@ def _begun(policy: Policy, prompts: Sequence[tuple[int, ...]], rows: int) -> lis
     these get those of two prompts."""
     mode, prefilled, peaks, kept = mode_of(policy), list[PrefilledPrompt](), list[int](), 0
     with decoding(policy) as merged:
-        for _ in range(3):  # the least of which is extrapolated: how far MLX is ahead differs
+        for _ in range(2):  # the least of which is extrapolated: how far MLX is ahead differs
             prefilled.clear()
             before = _settled()
             prefilled += prefill(merged, prompts, PREFILL)
