@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.policy import as_policy
 from mlxrl.policy.skeleton import Skeleton, built
 from mlxrl.rollout.sample import sample
-from mlxrl.settings import LoRA, Optimizer, Sampling, Train
+from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Sampling, Train
 from mlxrl.train import memory_plan
 from mlxrl.train.batch import make_batch
 from mlxrl.train.memory_plan import Work
 from mlxrl.train.optimizer import make_optimizer
 from mlxrl.train.update import update
-from mlxrl.types import Group, Task, Trajectory, Turn
+from mlxrl.types import Feedback, Group, Task, Trajectory, Turn
 from models import tokenizer
 
 SIZES = {
@@ -117,7 +118,24 @@ ROLLOUTS: tuple[dict[str, Any], ...] = (
     {"kind": "qwen3_moe", "layers": 26, "prompt": 70, "completion": 70, "group": 8, "tasks": 2, "bits": 4,
      "held": True},
     {"kind": "gemma3_text", "layers": 26, "prompt": 64, "completion": 80, "group": 8, "tasks": 2, "held": True},
+    {"kind": "qwen3", "layers": 20, "prompt": 70, "completion": 24, "group": 6, "tasks": 3, "turns": 3, "held": True},
+    {"kind": "qwen3_5", "layers": 16, "prompt": 50, "completion": 30, "group": 8, "tasks": 2, "turns": 4, "held": True},
+    {"kind": "qwen3_moe", "layers": 12, "prompt": 90, "completion": 20, "group": 6, "tasks": 4, "turns": 2, "rows": 12,
+     "held": True},
 )  # fmt: skip
+
+
+class Answering:
+    """An environment whose answers are as long as a turn, where there is no template."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def reset(self, task: Task) -> Any:
+        return task.prompt
+
+    def step(self, reply: str) -> Feedback:
+        return Feedback("b" * self.length)
 
 
 def skeleton_of(shape: dict[str, Any]) -> Skeleton:
@@ -136,10 +154,11 @@ def optimizer_of() -> Any:
 
 
 def work_of(shape: dict[str, Any]) -> Work:
-    tasks, group, tokens = shape.get("tasks", 1), shape["group"], shape["completion"]
+    tasks, group, each, turns = shape.get("tasks", 1), shape["group"], shape["completion"], shape.get("turns", 1)
+    tokens = each * (2 * turns - 1)
     return Work(
-        tasks, group, min(shape.get("rows", 32), tasks * group), shape["prompt"], tokens, tokens, tokens, 0,
-        shape.get("budget", 2048), shape.get("recompute", False),
+        tasks, group, min(shape.get("rows", 32), tasks * group), shape["prompt"], tokens, each * turns, tokens,
+        each if turns > 1 else 0, shape.get("budget", 2048), shape.get("recompute", False),
     )  # fmt: skip
 
 
@@ -197,13 +216,23 @@ def rollout_peak(subject: Any, shape: dict[str, Any]) -> int:
     letters, most = np.random.default_rng(0), shape["completion"]
     texts = ["".join(map(chr, letters.integers(97, 123, shape["prompt"] - 4))) for _ in range(shape.get("tasks", 1))]
     sample(subject, [Task("a")], group_size=2, sampling=Sampling(max_tokens=2))  # finds out how sequences are batched
+    turns = shape.get("turns", 1)
+    if turns > 1:  # a random model's replies are not what the template makes of them
+        subject.tokenizer.has_chat_template = False
+        texts = [text + "aaaa" for text in texts]
+    several: dict[str, Any] = {
+        "environment": partial(Answering, most), "limits": EpisodeLimits(max_turns=turns)
+    } if turns > 1 else {}  # fmt: skip
     settle()
     groups = sample(
         subject, [Task(text) for text in texts], group_size=shape["group"], max_rows=shape.get("rows", 32),
-        sampling=Sampling(max_tokens=most, min_tokens=most), key=1,
+        sampling=Sampling(max_tokens=most, min_tokens=most), key=1, **several,
     )  # fmt: skip
     peak = mx.get_peak_memory()
-    assert {(len(one.prompt), one.length) for group in groups for one in group} == {(shape["prompt"], most)}
+    one = groups[0][0]
+    lengths = [len(turn.observation) for turn in one.turns]
+    assert set(lengths) <= {shape["prompt"], most}, (lengths, one.error)
+    assert {one.length for group in groups for one in group} == {most * turns}
     return peak
 
 

@@ -130,9 +130,9 @@ def test_a_model_with_some_layers_has_their_types_bits_and_so_many_words():
     ("kind", "bits", "changes"),
     [
         ("llama", None, {}),
-        ("llama", None, {"recompute": True}),
-        ("llama", None, {"prompt": 150, "budget": 250}),
-        ("llama", 4, {}),
+        pytest.param("llama", None, {"recompute": True}, marks=pytest.mark.slow),
+        pytest.param("llama", None, {"prompt": 150, "budget": 250}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {}, marks=pytest.mark.slow),
         ("qwen3_5", None, {}),
         ("qwen3_moe", None, {"tasks": 3, "group": 4}),
     ],
@@ -155,7 +155,9 @@ def test_the_peak_of_an_update_is_foreseen(kind, bits, changes):
     assert needed == pytest.approx(mx.get_peak_memory() - others, rel=0.25)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5", "qwen3_moe"))]
+)
 def test_the_peak_of_a_rollout_is_foreseen(kind):
     phases = a_rollout(kind, 12, work(tasks=2, group=8, rows=16, prompt=60, tokens=40))
     always = constant(skeleton_of(kind, 12), LoRA(rank=4), optimizer())

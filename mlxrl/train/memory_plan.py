@@ -6,8 +6,7 @@ kind, in the sequences of a pass, and in the tokens of a sequence where these ar
 model or a machine. What is exact is counted: weights, adapters, optimizer state.
 
 The head makes at most `head.CHUNK` logits at a time, however large a pass is. So the vocabulary of a measured pass, of
-fewer sequences, is as small as makes its logits the share of it that they are of the whole one; then all of it grows
-alike.
+fewer sequences, is as small as makes its logits the share of it that they are of the whole one: all of it grows alike.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache, capacity_for
 from mlxrl.rollout.prefill import prefill
-from mlxrl.rollout.sequence import Request
+from mlxrl.rollout.sequence import PrefilledPrompt, Prompt, Request
 from mlxrl.settings import Config, Sampling
 from mlxrl.train.batch import SHARE_FROM, TOKENS_PER_PASS
 from mlxrl.train.gradient import gradient
@@ -72,8 +71,7 @@ class Work:
 
     @classmethod
     def of(cls, config: Config, prompt: int, context: int | None) -> Work:
-        """What a step of a run does, with the longest prompt. A sequence is as long as all turns may be, or the model's
-        context; an environment's answer is as long as a turn may be."""
+        """What a step does: sequences are as long as all turns may be or the context, answers as a turn may be."""
         each, run, world, train = config.sampling.max_tokens, config.rollout, config.environment, config.train
         capacity, answers = max(1, (context or sys.maxsize) - prompt), world.max_turns - 1 if world.factory else 0
         sampled = min(each * (1 + answers), world.max_episode_tokens or sys.maxsize, capacity)
@@ -86,8 +84,7 @@ class Work:
         )  # fmt: skip
 
     def widest(self) -> tuple[int, int, int]:
-        """How `make_batch` lays sequences of one length out: tokens of the shared prefix, sequences and tokens of a
-        pass."""
+        """Tokens of the shared prefix, sequences of a pass and their tokens, as `make_batch` lays out equal lengths."""
         prefix = self.prompt if self.prompt * (self.group - 1) >= SHARE_FROM else 0
         width = self.trained + self.prompt - prefix
         sequences = self.group if prefix else self.group * self.tasks
@@ -220,37 +217,37 @@ def random_batch(
 
 
 def rollout(whole: Skeleton, lora: LoRA, work: Work, sampling: Sampling, algorithm: Algorithm) -> dict[str, float]:
-    """Bytes of a rollout by name: while first prompts are run, while sequences decode, while they read answers, and
-    while later prompts are run beside full caches."""
+    """Bytes of a rollout by what is run: first prompts, decode steps, answers, later prompts beside full caches."""
     full, together = capacity_for(work.prompt + work.tokens + 1), max(1, PREFILL // work.prompt)
     first, later = -(-work.rows // work.group), max(0, work.tasks - work.rows // work.group)
-    few, kept_ids = max(2, min(together, 256 // work.prompt)), max(sampling.num_top, num_top(algorithm))
-    draws = replace(sampling, max_tokens=min(5, work.tokens), min_tokens=0, stop_strings=(), num_top=kept_ids)
+    few, chunk = min(together, max(2, 256 // work.prompt)), min(work.prompt, PREFILL)
+    top = max(sampling.num_top, num_top(algorithm))
+    draws = replace(sampling, max_tokens=min(5, work.tokens), min_tokens=0, stop_strings=(), num_top=top)
 
-    def prompts(count: int, length: float) -> list[tuple[int, ...]]:
+    def prompts(count: int, length: float) -> list[Prompt]:
         size = (count, max(1, round(length)))
         return list(map(tuple, np.random.default_rng(0).integers(0, whole.vocabulary, size).tolist()))
 
     def phase(policy: Policy) -> list[float]:
         def begun(_: int, share: float) -> list[int]:
-            return _begun(policy, prompts(few, work.prompt * share), work.rows)
+            return _begun(policy, prompts(few, chunk * share), work.rows)
 
-        def decoded(_: int, share: float) -> list[int]:
-            """The last time that the caches grow, and what comes after it."""
+        def decoded(_: int, share: float) -> list[int]:  # from where the caches grow for the last time
             capacity, answer = capacity_for(round(full * share)), math.ceil(work.answer * share)
             before = max((length for length in range(capacity) if capacity_for(length) < capacity), default=0)
             start = min(before - 4, capacity - 12 - 2 * answer)
             return _decoded(policy, prompts(1, start)[0], work.rows, draws, answer, max(64, round(PREFILL * share)))
 
-        start, rest = extrapolated(begun, 1, work.prompt, curved=True), extrapolated(decoded, 1, full)
+        start, rest = extrapolated(begun, 1, chunk, curved=True), extrapolated(decoded, 1, full)
         return [*start.tolist(), *rest.tolist()]
 
     found, (*_, in_flight, _, _, _) = measured(whole, lora, whole.vocabulary, phase)
     run, kept, slots, _, full_slots, decoding, answers = found
+    run += kept * (work.prompt / chunk - 1)  # of the chunks of a prompt before the last
+    kept, slots, in_flight = (size * work.prompt / chunk for size in (kept, slots, in_flight))
 
     def joined(count: int, slots: float, beside: float, in_flight: float) -> float:
-        """While prompts are run beside what is held, and while sequences get their caches. In flight is as much as MLX
-        is ahead, however many the layers."""
+        """While prompts run, and while sequences get caches: MLX is ahead as far, however many the layers."""
         return max(beside + run / few * count, slots + kept / few * count + in_flight)
 
     begin = joined(min(first, together), slots, slots if first > together else 0.0, in_flight)
@@ -258,27 +255,28 @@ def rollout(whole: Skeleton, lora: LoRA, work: Work, sampling: Sampling, algorit
     return {"first prompts": begin, "decoding": decoding, "answers": answers, "later prompts": late}
 
 
-def _begun(policy: Policy, prompts: Sequence[tuple[int, ...]], rows: int) -> list[int]:
-    """The peak while prompts are run, what their caches hold, what those of sequences hold, and what is in flight while
-    these get those of two prompts."""
-    mode = mode_of(policy)
+def _begun(policy: Policy, prompts: Sequence[Prompt], rows: int) -> list[int]:
+    """The peak of prompts, what their caches hold, what those of sequences hold, what is in flight as these fill."""
+    mode, prefilled, peaks, kept = mode_of(policy), list[PrefilledPrompt](), list[int](), 0
     with decoding(policy) as merged:
+        for _ in range(2):  # the least of which is extrapolated: how far MLX is ahead differs
+            prefilled.clear()
+            before = _settled()
+            prefilled += prefill(merged, prompts, PREFILL)
+            mx.synchronize()
+            peaks.append(mx.get_peak_memory() - before)
+            kept = mx.get_active_memory() - before
         before = _settled()
-        prefilled = prefill(merged, prompts, PREFILL)
-        mx.synchronize()
-        peak, kept, before = mx.get_peak_memory() - before, mx.get_active_memory() - before, _settled()
         caches = SlotCache(rows) if mode in SLOTTED else EqualLengthCache(rows)
         caches.fit(len(prompts[0]) + 2)
         for number, prompt in enumerate(prefilled[: min(2, rows)]):
             caches.place(range(number, rows, 2), prompt)
         mx.synchronize()
         held = mx.get_active_memory()
-    return [peak, kept, held - before, mx.get_peak_memory() - held]
+    return [min(peaks), kept, held - before, mx.get_peak_memory() - held]
 
 
-def _decoded(
-    policy: Policy, prompt: tuple[int, ...], rows: int, sampling: Sampling, answer: int, chunk: int
-) -> list[int]:
+def _decoded(policy: Policy, prompt: Prompt, rows: int, sampling: Sampling, answer: int, chunk: int) -> list[int]:
     """What caches hold in which sequences have decoded, the peak of that, without its first steps, in which they get
     their caches, and the peak while as many as fill a chunk read an answer of so many tokens and go on."""
     before = _settled()
@@ -298,4 +296,4 @@ def _decoded(
         peak, held = max([0, *steps(engine)[2:]]), mx.get_active_memory() - before
         for sequence in sequences[: max(1, chunk // answer)] if answer else ():
             engine.extend(sequence, [1] * answer)
-        return [held, peak, max(steps(engine))]
+        return [held, peak, max([0, *steps(engine)])]
