@@ -48,15 +48,14 @@ def test_it_knows_the_capital_of_france():
     assert answer.stop == "eos"
 
 
-def test_the_plan_counts_the_prompts_that_a_run_renders():
-    from mlxrl.cli.prompts import longest_prompt
-
+def test_the_plan_counts_the_longest_prompt_that_a_run_renders():
     from mlxrl import config
-    from mlxrl.cli import compose
+    from mlxrl.cli.plan import longest_prompt
     from mlxrl.policy import gguf
     from mlxrl.rollout.chat import render
+    from mlxrl.runs.experiment import Experiment
 
-    settings = config.read(ROOT / "examples/smollm2.toml", [f'model.id="{FILE}"'])
-    rows = compose.training_rows(settings)
-    rendered = len(render(gguf.read(FILE)[1], rows[0]))
-    assert longest_prompt(settings, rows[:1], None)[0] == rendered
+    experiment = Experiment.of(*config.read(ROOT / "examples/smollm2.toml", [f'model.id="{FILE}"']))
+    tokenizer = gguf.read(FILE)[1]
+    lengths = [len(render(tokenizer, task)) for task in experiment.tasks[:1000]]
+    assert longest_prompt(experiment, tokenizer) == max(lengths)

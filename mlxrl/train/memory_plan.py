@@ -34,9 +34,9 @@ from mlxrl.policy.skeleton import Skeleton
 from mlxrl.rollout.batching_mode import SLOTTED, mode_of
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
-from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache, capacity_for
+from mlxrl.rollout.kv_cache import EqualLengthCache, PrefilledPrompt, SlotCache, capacity_for
 from mlxrl.rollout.prefill import prefill
-from mlxrl.rollout.sequence import PrefilledPrompt, Prompt, Request
+from mlxrl.rollout.sequence import Prompt, Request
 from mlxrl.settings import Config, Sampling
 from mlxrl.train.batch import SHARE_FROM, TOKENS_PER_PASS
 from mlxrl.train.gradient import gradient
