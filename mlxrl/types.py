@@ -185,7 +185,8 @@ class Totals:
 class Batch:
     """The micro-batches of one optimizer step, the denominators they share, and the groups that they are made of.
 
-    dropped_tokens: by the number of a trajectory, how many tokens that the model chose lie beyond the longest sequence.
+    dropped_tokens: by the number of a trajectory, how many tokens that the model chose lie beyond the longest sequence,
+        or after one that a teacher does not have.
     observation_tokens: by the number of a trajectory, its predicted tokens of an environment, where there are any.
     """
 

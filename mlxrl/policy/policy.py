@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlxrl import settings
 from mlxrl.errors import UserError, message_of, one_line
@@ -21,6 +22,10 @@ from mlxrl.settings import LoRA
 
 class ModelError(UserError):
     """A model that cannot be found or read."""
+
+
+class TokenError(UserError):
+    """A token id that a model does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,17 @@ class Policy:
     def trainable_parameters(self) -> int:
         """Numbers that the optimizer moves."""
         return sum(line.parameters for line in self.adapted)
+
+    def require_ids(self, what: str, ids: Any) -> None:
+        """TokenError for a token id that the model does not have, which would be read from behind its arrays.
+
+        ids: a sequence or an array of any shape.
+        """
+        numbers = np.asarray(ids).reshape(-1)
+        strange = numbers[(numbers < 0) | (numbers >= self.head.vocabulary)]
+        if strange.size:
+            last = self.head.vocabulary - 1
+            raise TokenError(what, f"wanted token ids that the model has, 0 to {last}, got {strange[0]}")
 
     def save(self, folder: str | Path) -> None:
         """Save the adapter in mlx-lm's format: `mlx_lm.generate --adapter-path FOLDER` and `mlx_lm.fuse` read it."""
@@ -90,9 +106,22 @@ def load(
         lora = adapters.read_config(adapter)
     model, tokenizer = _read(checked.id, None if checked.dtype is None else getattr(mx, checked.dtype))
     loaded = as_policy(model, tokenizer, lora=lora, source=id, seed=seed)
+    _require_tokens(loaded)
     if adapter is not None:
         adapters.load_weights(model, adapter)
     return loaded
+
+
+def _require_tokens(policy: Policy) -> None:
+    """TokenError for tokens that any text may be made of, or that end one, and that the model does not have.
+
+    Special tokens besides are refused where a prompt has them: Gemma's tokenizers have some that a model is without.
+    """
+    tokenizer, place = policy.tokenizer, f"model: id: {policy.source}"
+    special = tokenizer.get_added_vocab()
+    own = sorted(number for token, number in tokenizer.get_vocab().items() if token not in special)
+    policy.require_ids(f"{place}: its tokenizer", own)
+    policy.require_ids(f"{place}: eos_token_id", sorted(tokenizer.eos_token_ids))
 
 
 def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:

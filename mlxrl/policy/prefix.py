@@ -44,6 +44,7 @@ def shares_prefix(model: nn.Module) -> bool:
 
 def run_prefix(policy: Policy, prefix: mx.array) -> PrefixRun:
     """Run a prefix [P], P at least 1, at batch 1. The policy has to be one that shares prefixes."""
+    policy.require_ids("batch: prompt", prefix)
     caches = _caches(policy.model)
     return PrefixRun(policy.head.trunk(prefix[None], caches)[0, -1], caches)
 
@@ -54,6 +55,7 @@ def hidden_states(policy: Policy, batch: MicroBatch, run: PrefixRun | None = Non
     Nothing is predicted from the last. run: of the micro-batch's prefix, where it has run already.
     """
     prefix, trunk = batch.prefix, policy.head.trunk
+    policy.require_ids("batch", batch.tokens)
     rows, read = batch.tokens.shape[0], batch.tokens[:, :-1]
     if prefix.size == 0:
         return None, trunk(read)

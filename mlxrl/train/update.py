@@ -83,9 +83,9 @@ def complete(
 
     All come from the function that the loss uses, so that equal weights give equal numbers.
     """
-    found = list(batch.micro_batches)
     if "teacher" in needs:
-        found = with_teacher(teacher, found, algorithm, batch.groups)
+        batch = with_teacher(policy, teacher, batch, algorithm)
+    found = list(batch.micro_batches)
     if "old" in needs and any(one.old_logprobs is None for one in found):
         with scoring(policy):
             found = [replace(one, **_old(policy, one, run)) for one, run in with_prefix_runs(policy, found)]
