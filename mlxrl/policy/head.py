@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.policy.differentiate import after, bound, dropout_key, own_gradient, precomputed, trainable, vjp
+from mlxrl.policy.differentiate import after, bound, own_gradient, precomputed, trainable, vjp
 
 Values: TypeAlias = Callable[[mx.array, mx.array], tuple[mx.array, ...]]
 Logits: TypeAlias = Callable[..., mx.array]
@@ -142,10 +142,9 @@ def _logits(head: Head, hidden: mx.array, temperature: float) -> tuple[Logits, l
     """(hidden, trained leaves of the head) -> logits in float32, those leaves, and the positions of a chunk."""
     module = head.module()
     names, trained = trainable(module)
-    key = dropout_key(module)
 
     def logits(hidden: mx.array, *own: mx.array) -> mx.array:
-        with bound(module, names, own, key):
+        with bound(module, names, own):
             return head.project(hidden).astype(mx.float32) / temperature
 
     return logits, trained, max(1, CHUNK // head.project(hidden[:1]).shape[-1])

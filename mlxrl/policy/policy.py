@@ -14,9 +14,10 @@ import numpy as np
 from mlxrl import settings
 from mlxrl.errors import UserError, message_of, one_line
 from mlxrl.policy import lora as adapters
+from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.head import Head, split
 from mlxrl.policy.lora import Adapted
-from mlxrl.policy.prefix import shares_prefix
+from mlxrl.policy.prefix import needs_caches, shares_prefix
 from mlxrl.settings import LoRA
 
 
@@ -33,7 +34,8 @@ class Policy:
     """A language model that can be sampled, scored and updated.
 
     model: an mlx-lm model; tokenizer: mlx-lm's wrapper; head: the model in two parts; lora: None for a frozen model;
-    shares_prefix: whether its caches can carry a shared prompt through the gradient; source: what it was loaded from.
+    shares_prefix: whether its caches can carry a shared prompt through the gradient; needs_caches: whether passes need
+    them for any sequence; source: what it was loaded from.
     memo: what other parts find out or compile once for the model, by the name of what it is.
     """
 
@@ -43,6 +45,7 @@ class Policy:
     lora: LoRA | None
     shares_prefix: bool
     source: str
+    needs_caches: bool = False
     memo: dict[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
 
     @property
@@ -54,6 +57,11 @@ class Policy:
     def trainable_parameters(self) -> int:
         """Numbers that the optimizer moves."""
         return sum(line.parameters for line in self.adapted)
+
+    def require_trainable(self, where: str) -> None:
+        """ModelError where the optimizer has nothing to move."""
+        if not leaves(self.model.trainable_parameters()):
+            raise ModelError(where, "this policy was loaded without adapters, wanted one with lora=LoRA(...)")
 
     def require_ids(self, what: str, ids: Any) -> None:
         """TokenError for a token id that the model does not have, which would be read from behind its arrays.
@@ -80,7 +88,8 @@ def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: st
     else:
         adapters.adapt(model, lora, seed)
     model.eval()
-    return Policy(model, tokenizer, split(model), lora, shares_prefix(model), source)
+    sharing = shares_prefix(model)
+    return Policy(model, tokenizer, split(model), lora, sharing, source, sharing and needs_caches(model))
 
 
 def load(

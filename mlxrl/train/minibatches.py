@@ -43,7 +43,7 @@ def _of_groups(batch: Batch, chosen: set[int]) -> Batch:
         for counts in (batch.dropped_tokens, batch.observation_tokens)
     )
     totals = totals_of(groups, sum(len(one.trajectories) for one in picked), sum(observed.values()))
-    return Batch(tuple(_joined(picked, largest)), totals, groups, dropped, observed)
+    return Batch(tuple(_joined(picked, largest)), totals, groups, dropped, observed, batch.dropout_seed)
 
 
 def of_rows(micro_batch: MicroBatch, rows: list[int]) -> MicroBatch:
