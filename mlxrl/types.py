@@ -185,8 +185,10 @@ class Totals:
 class Batch:
     """The micro-batches of one optimizer step, the denominators they share, and the groups that they are made of.
 
-    dropped_tokens: by the number of a trajectory, how many tokens that the model chose lie beyond the longest sequence.
+    dropped_tokens: by the number of a trajectory, how many tokens that the model chose lie beyond the longest sequence,
+        or after one that a teacher does not have.
     observation_tokens: by the number of a trajectory, its predicted tokens of an environment, where there are any.
+    dropout_seed: from which follows what adapters drop in the passes of the step.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -194,6 +196,7 @@ class Batch:
     groups: tuple[Group, ...] = ()
     dropped_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
     observation_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
+    dropout_seed: int = 0
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)

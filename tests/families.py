@@ -48,6 +48,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **SLIDES, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16,
         "hidden_size_per_layer_input": 0, "layer_types": SLIDES["layer_types"] * 2,
     },
+    "gemma3n": {"text_config": {
+        **SIZES, **SLIDES, "model_type": "gemma3n_text", "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+        "layer_types": SLIDES["layer_types"] * 3, "vocab_size_per_layer_input": 300, "rope_local_base_freq": 1e4,
+        "final_logit_softcapping": 30.0, "activation_sparsity_pattern": [0.5] + [0.0] * 5, "laurel_rank": 8,
+        "hidden_size_per_layer_input": 16, "altup_num_inputs": 4, "altup_coef_clip": 120.0,
+        "altup_correct_scale": True, "altup_active_idx": 0,
+    }},
     "gpt_oss": {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
     "ministral3": {**SLIDES, "rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1,
                    "original_max_position_embeddings": 8}},

@@ -28,6 +28,29 @@ def test_a_checkpoint_brings_back_adapters_optimizer_and_counters(tmp_path):
     assert all(mx.array_equal(got[name], value) for name, value in wanted.items())
 
 
+def test_another_optimizers_state_is_refused_and_the_rate_asked_for_is_kept(tmp_path):
+    algorithm, batch = grpo(), make_batch([made([1.0, 0.0])], grpo())
+    p, state = a_policy(), RunState(optim.AdamW(2e-3))
+    update(p, state.optimizer, batch, algorithm)
+    checkpoint.save(tmp_path, p, state)
+    for make in (optim.SGD, optim.Lion, optim.Adam):
+        other, fresh = a_policy(move=False), RunState(make(7e-3))
+        before = flat(other.model.trainable_parameters())
+        with pytest.raises(
+            ValueError, match=f"its optimizer is AdamW, wanted the state of {make.__name__}, with which"
+        ):
+            checkpoint.restore(tmp_path, other, fresh)
+        assert fresh.step == 0
+        now = flat(other.model.trainable_parameters())
+        assert all(mx.array_equal(now[name], value) for name, value in before.items())
+    restored = RunState(optim.AdamW(7e-3))
+    checkpoint.restore(tmp_path, p, restored)
+    assert update(p, restored.optimizer, batch, algorithm)["learning_rate"] == pytest.approx(7e-3)
+    scheduled = RunState(optim.AdamW(optim.linear_schedule(1.0, 0.0, 10)))
+    checkpoint.restore(tmp_path, p, scheduled)
+    assert update(p, scheduled.optimizer, batch, algorithm)["learning_rate"] == pytest.approx(0.9)  # of its step 1
+
+
 def test_a_folder_without_the_last_file_is_not_a_checkpoint(tmp_path):
     p, state = a_policy(), RunState(optim.SGD(1e-2))
     checkpoint.save(tmp_path, p, state)

@@ -14,6 +14,7 @@ from mlxrl import algo
 from mlxrl.algo import advantages
 from mlxrl.algo.credit import Whiten
 from mlxrl.algo.terms import reward_to_go
+from mlxrl.checked import SettingError
 from mlxrl.types import TokenDetails, Trajectory, Turn
 from oracles import extra
 
@@ -59,6 +60,28 @@ def test_other_baselines() -> None:
     close(extra.pass_at_k(pair, ids, 0.0), [math.sqrt(2), 0.0])
     close(extra.optimal_baseline(pair, ids, [3, 1]), [0.25, -0.75])
     close(extra.gpg(pair, ids), [1.0, -1.0])
+
+
+def test_max_rl_refuses_what_it_is_not_defined_for() -> None:
+    close(algo.max_rl().advantages([group(1.0, 0.0, NAN)])[0], [1.0, -1.0, 0.0])
+    for rewards in ((1.0, -1.0, -1.0, -1.0), (1.0, -0.99), (-0.25, 0.5)):
+        with pytest.raises(
+            SettingError, match=rf"max_rl: reward: wanted rewards of at least 0, .* got {min(rewards):.6g};"
+        ):
+            algo.max_rl().advantages([group(1.0, 0.0), group(*rewards)])
+
+
+def test_a_reward_without_a_baseline_is_its_advantage() -> None:
+    """OpenClaw's are -1, 0 and 1, of single completions."""
+    recipe = algo.build({"name": "opd", "convention": "openclaw", "teacher_surrogate": {}})
+    assert recipe.compares == "nothing"
+    assert recipe.advantages([group(-1.0), group(1.0), group(0.0), group(NAN), group(1.0, 1.0)]) == [
+        [-1.0], [1.0], [0.0], [0.0], [1.0, 1.0],
+    ]  # fmt: skip
+    (term,) = recipe.terms
+    assert (term.gap_clamp, term.log_ratio_clamp, term.clip) == ((-1.0, 1.0), (-20.0, 20.0), (0.2, 0.28))
+    with pytest.raises(SettingError, match=r"eps: has no effect, because scale is 'raw'"):
+        algo.grpo(scale="raw", eps=1e-4)
 
 
 def test_credit_of_groups() -> None:

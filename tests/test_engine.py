@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from helpers import BARE, GREEDY, RAGGED, alone, counted, decode, decoded, moved, requests
+from helpers import BARE, GREEDY, RAGGED, alone, counted, decode, decoded, guarded, moved, requests
 from mlxrl.errors import UserError
 from mlxrl.policy.lora import without_adapters
 from mlxrl.policy.modes import decoding
@@ -445,6 +445,28 @@ def test_a_prompt_that_spoils_its_sequence_gives_an_error_without_tokens():
         for one in engine.run():
             engine.cancel(one)
     assert [(one.stop, len(one.tokens)) for one in out] == [("error", 0)] + [("length", 12)] * 3
+
+
+def test_token_ids_that_the_model_does_not_have_are_refused():
+    p = as_policy(guarded(dense(vocab_size=80)), tokenizer(), lora=None)
+    line = "wanted token ids that the model has, 0 to 79, got"
+    with Engine(p) as engine:
+        for prompt in ((3, 80), (-1, 3)):
+            with pytest.raises(UserError, match=f"prompt: {line} {max(prompt, key=abs) if 80 in prompt else -1}"):
+                engine.submit(Request(prompt, mx.random.key(0), GREEDY))
+        with pytest.raises(UserError, match=f"sampling: stop ids: {line} 5000"):
+            engine.submit(Request((1, 2), mx.random.key(0), GREEDY, stop_ids=(2, 5000)))
+        (sequence,) = [engine.submit(Request((1, 2), mx.random.key(0), GREEDY, keep=True))]
+        list(engine.run())
+        with pytest.raises(UserError, match=f"prompt: {line} 99"):
+            engine.extend(sequence, [99])
+
+
+def test_tokens_that_close_thinking_are_those_of_the_model():
+    thinker = tokenizer()
+    p = as_policy(guarded(dense(vocab_size=8)), thinker, lora=None)  # <think> is 7, </think> is 8
+    with Engine(p) as engine, pytest.raises(UserError, match=r"the end of thinking: .* 0 to 7, got 8"):
+        engine.submit(Request((1, 2), mx.random.key(0), Sampling(max_tokens=4, thinking_budget=1)))
 
 
 def test_prompts_at_the_context_limit():

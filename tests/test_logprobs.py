@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from helpers import a_policy, by_hand, minibatch, moved
+from helpers import a_policy, by_hand, guarded, minibatch, moved
+from mlxrl.errors import UserError
 from mlxrl.policy import head
 from mlxrl.policy.logprobs import divergence_from, hidden_at, log_softmax, logprobs, top_k
 from mlxrl.policy.lora import without_adapters
@@ -26,6 +27,27 @@ def test_logprobs_equal_those_of_a_plain_forward(make, prefix, tokens, prompt):
     batch = minibatch(prefix, tokens, rows=min(3, tokens), temperature=0.7, prompt=prompt)
     with training(p):
         assert mx.abs(logprobs(p, batch).token_logprobs - by_hand(p.model, batch)).max().item() < 2e-5
+
+
+@pytest.mark.parametrize("strange", [-1, 320])
+@pytest.mark.parametrize("place", ["prefix", "tokens", "last"])
+def test_token_ids_that_the_model_does_not_have_are_refused(place, strange):
+    p, batch = as_policy(guarded(dense()), tokenizer(), lora=None), minibatch(5)
+    ids = np.array(batch.prefix if place == "prefix" else batch.tokens)
+    ids[(2,) if place == "prefix" else (1, -1 if place == "last" else 0)] = strange
+    batch = dataclasses.replace(batch, **{"prefix" if place == "prefix" else "tokens": mx.array(ids)})
+    for score in (logprobs, hidden_at, lambda p, b: top_k(p, b, 3)):
+        with pytest.raises(UserError, match=rf"batch.*: wanted token ids that the model has, 0 to 319, got {strange}"):
+            score(p, batch)
+
+
+def test_top_ids_that_the_model_does_not_have_have_no_probability():
+    p, batch = as_policy(guarded(dense()), tokenizer(), lora=None), minibatch(5)
+    known = logprobs(p, batch, top_ids=mx.full((3, 7, 1), 319)).top_logprobs[..., 0]
+    got = np.array(logprobs(p, batch, top_ids=mx.broadcast_to(mx.array([319, 320, -1]), (3, 7, 3))).top_logprobs)
+    mask = np.array(batch.mask) > 0
+    assert np.array_equal(got[..., 0], np.array(known))
+    assert np.isneginf(got[mask][:, 1:]).all()
 
 
 def test_entropy_of_a_uniform_head_is_log_vocabulary():

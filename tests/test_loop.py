@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers import HINT, a_policy, length
+from helpers import HINT, a_policy, flat, length
 from mlxrl.algo.credit import Whiten
 from mlxrl.algo.recipes import dapo, grpo, opd, reinforce_pp
 from mlxrl.algo.terms import TeacherAdvantage, TeacherSurrogate, TeacherVocabulary
@@ -85,6 +86,44 @@ def test_the_loop_is_a_function_of_the_seed_and_can_start_anywhere():
     assert actions(0, seed=1) == whole
     assert actions(2, seed=1) == whole[2:]
     assert actions(0, seed=2) != whole
+
+
+def test_a_policy_without_adapters_is_refused_by_the_call():
+    with pytest.raises(ValueError, match="run: policy: this policy was loaded without adapters"):
+        run(as_policy(dense(), tokenizer(), lora=None), TASKS, grpo(), reward=length, steps=1)
+
+
+def test_a_model_whose_passes_are_not_what_it_samples_from_is_refused():
+    p = a_policy()
+    decode = p.head.trunk
+    other = replace(p, head=replace(p.head, trunk=lambda tokens, cache=None: decode(tokens, cache) * (
+        1.0 if cache else 0.7)))  # fmt: skip
+    options: Any = {"reward": length, "steps": 1, "rollout": PAIRS, "sampling": Sampling(max_tokens=6)}
+    before = flat(p.model.trainable_parameters())
+    with pytest.raises(
+        ValueError, match=r"step 0: fresh samples of .*qwen3 differ by 0\.\d+ nats .* 0\.02 that float32"
+    ):
+        list(run(other, TASKS, grpo(), **options))
+    now = flat(p.model.trainable_parameters())
+    assert all(mx.array_equal(now[name], value) for name, value in before.items())
+    assert len(list(run(a_policy(), TASKS, grpo(), **options))) == 1
+
+
+def test_dropout_follows_from_the_seed_and_old_and_new_drop_the_same():
+    def trained(seed: int, noise: int, start: int = 0, **train: Any) -> tuple[list[Any], Any]:
+        mx.random.seed(noise)
+        p, state = a_policy(dropout=0.5), RunState(optim.SGD(1e-9), step=start)
+        found = list(run(p, TASKS, grpo(), reward=length, steps=3, rollout=PAIRS, sampling=Sampling(max_tokens=6),
+                         seed=seed, state=state, train=Train(updates_per_rollout=2, **train)))  # fmt: skip
+        return [step.metrics["grad_norm"] for step in found], found
+
+    norms, found = trained(1, 0)
+    assert trained(1, 5)[0] == trained(1, 5, recompute=True)[0] == norms
+    assert trained(1, 9, start=1)[0] == pytest.approx(norms[1:], rel=1e-5)
+    assert trained(2, 0)[0] != norms
+    for step in found:
+        assert step.metrics["ratio/max"] == pytest.approx(1.0, abs=1e-4)
+        assert step.metrics["clip_ratio/low_mean"] == step.metrics["clip_ratio/high_mean"] == 0.0
 
 
 def test_a_step_as_text_says_its_reward_and_length():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta as delta_of_mlx_lm
@@ -28,7 +29,7 @@ MODES = {
     "scoring": scoring,
     "scoring the base": lambda p: scoring(p, adapters=False),
     "training": training,
-    "training with everything": lambda p: training(p, recompute=True, dropout=True),
+    "training with everything": lambda p: training(p, recompute=True, dropout=3),
 }
 
 
@@ -88,8 +89,10 @@ def test_what_a_mode_changes():
         assert layer.self_attn.q_proj is adapter
     with scoring(p, adapters=False):
         assert layer.self_attn.q_proj is adapter.linear
-    with training(p, dropout=True):
-        assert all(dropout.training for dropout in dropouts)
+    with training(p, dropout=3):
+        kept = [np.array(dropout(mx.ones((2, 3, 64))))[..., :] for dropout in dropouts[:2]]
+        assert all((mask == mask[0, 0]).all() and set(mask[0, 0].tolist()) == {0.0, 2.0} for mask in kept)
+        assert (kept[0] != kept[1]).any()  # each layer its own
         assert type(layer) is own
     with training(p, recompute=True):
         assert not any(dropout.training for dropout in dropouts)
@@ -158,4 +161,4 @@ def test_nothing_else_in_the_package_puts_a_model_in_training_or_swaps_a_class()
     package = Path(modes.__file__).parents[1]
     changes = re.compile(r"\.train\(\)|\.__class__ = (?!_Library)")
     found = {path.relative_to(package) for path in package.rglob("*.py") if changes.search(path.read_text("utf-8"))}
-    assert {str(path) for path in found} == {"policy/modes.py", "policy/recompute.py", "policy/differentiate.py"}
+    assert {str(path) for path in found} == {"policy/modes.py", "policy/recompute.py"}

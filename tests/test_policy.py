@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
@@ -10,8 +12,10 @@ from helpers import model_folder
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import as_policy, folder_of, load
 from mlxrl.policy.skeleton import NotHere, outline, skeleton
-from mlxrl.settings import LoRA
-from models import dense, tokenizer
+from mlxrl.rollout.sample import sample
+from mlxrl.settings import LoRA, Sampling
+from mlxrl.types import Feedback, Task
+from models import TEMPLATE, dense, tokenizer
 
 
 @pytest.fixture
@@ -68,3 +72,44 @@ def test_a_config_that_makes_no_model_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(UserError, match="could not be loaded"):
         skeleton(str(tmp_path))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"vocab_size": 40}, "its tokenizer: wanted token ids that the model has, 0 to 39, got 40"),
+    ({"eos_token_id": 5000}, "eos_token_id: wanted token ids that the model has, 0 to 319, got 5000"),
+])  # fmt: skip
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_at_load(tmp_path, change, message):
+    path = model_folder(tmp_path / "model")
+    weights, config = mx.load(str(path / "model.safetensors")), json.loads((path / "config.json").read_text())
+    name = "model.embed_tokens.weight"
+    mx.save_safetensors(str(path / "model.safetensors"), {**weights, name: weights[name][: change.get("vocab_size")]})
+    (path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=message):
+        load(str(path))
+
+
+def test_special_tokens_that_a_model_is_without_are_refused_where_a_prompt_has_them(tmp_path):
+    path = model_folder(tmp_path / "model")
+    more = tokenizer()._tokenizer
+    more.add_tokens(["<image>"] * 1 + [f"<extra{n}>" for n in range(60)], special_tokens=True)
+    more.save_pretrained(path)
+    p = load(str(path), lora=None)
+    assert len(p.tokenizer.get_vocab()) == 326
+    sample(p, [Task("what")], group_size=1, sampling=Sampling(max_tokens=1))
+    with pytest.raises(UserError, match="prompt: wanted token ids that the model has, 0 to 319, got 325"):
+        sample(p, [Task("what <extra59>")], group_size=1, sampling=Sampling(max_tokens=1))
+
+
+def test_an_observation_with_a_token_that_the_model_does_not_have_ends_its_episode():
+    class World:
+        def reset(self, task):
+            return "!"
+
+        def step(self, reply):
+            return Feedback("z")  # byte 122 has an id beyond 200
+
+    p = as_policy(dense(vocab_size=70), tokenizer(), lora=None)
+    narrow = TEMPLATE.replace("<think>", "").replace("</think>", "")
+    p.tokenizer._tokenizer.chat_template = narrow
+    with pytest.raises(UserError, match="step: prompt: wanted token ids that the model has, 0 to 69, got"):
+        sample(p, [Task("!")], group_size=1, environment=World, sampling=Sampling(max_tokens=1))

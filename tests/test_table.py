@@ -48,7 +48,7 @@ def test_conventions_of_a_teacher_reach_the_term_that_is_there() -> None:
     # nothing is left of the policy loss, so a dual clip has no effect; a convention's is no mistake
     assert algo.build({"name": "opd", "convention": "verl", "teacher_kl": {}}).terms == (TeacherKL(clamp=ten),)
     got = algo.build({"name": "opd", "convention": "openclaw", "teacher_surrogate": {}})
-    assert got.terms == (TeacherSurrogate(clip=(0.2, 0.28), log_ratio_clamp=None),)
+    assert got.terms == (TeacherSurrogate(clip=(0.2, 0.28), gap_clamp=(-1.0, 1.0)),)
 
 
 @pytest.mark.parametrize("name", algo.RECIPES)

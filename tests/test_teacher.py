@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers import a_policy, assert_same_gradient, flat, made, rows, with_tasks
+from helpers import a_policy, assert_same_gradient, flat, guarded, made, rows, with_tasks
 from mlxrl import algo
 from mlxrl.algo import divergence
 from mlxrl.algo.terms import (
@@ -207,6 +208,97 @@ def test_a_reward_is_mixed_in_by_its_weight():
     both, taught = of(reward=0.5), of()
     rewarded = of(reward=0.5, teacher=TeacherAdvantage(coefficient=1e-9))
     assert_same_gradient(both, {name: value + rewarded[name] for name, value in taught.items()}, 1e-4)
+
+
+@pytest.mark.parametrize("term", TERMS, ids=name_of)
+def test_a_teacher_of_more_token_ids_is_compared_at_those_of_the_student(term):
+    """Each loss by its definition, over distributions of the teacher's 384 ids cut to the student's 320."""
+    p, other, algorithm = a_policy(lambda: guarded(dense())), a_teacher(vocab_size=384), algo.opd(teacher=term)
+    batch = complete(p, a_batch(algorithm), algorithm, frozenset({"teacher"}), Teacher(other))
+    ids = rows(batch, "top_ids") if batch.micro_batches[0].top_ids is not None else {}
+    assert all(own.max() < 320 for own in ids.values())
+    metrics, got = gradient(p, batch, algorithm, Teacher(other))
+
+    def loss() -> mx.array:
+        total = mx.array(0.0)
+        for number, one in enumerate(batch.groups[0]):
+            (turn,) = one.turns
+            pair = [whole(model, one.prompt, turn.tokens) for model in (p, other)]
+            assert [logp.shape[1] for logp in pair] == [320, 384]
+            if isinstance(term, TeacherVocabulary):
+                pair = [log_softmax(logp[:, :320]) for logp in pair]
+            else:
+                chosen = mx.array(ids[number]) if ids else mx.array(turn.tokens)
+                pair = [gather(logp, chosen) for logp in pair]
+            total = (
+                total + (by_definition(term, *pair) if ids or "Vocab" in name_of(term) else sampled(term, *pair)).sum()
+            )
+        return total / batch.totals.tokens
+
+    value, wanted = nn.value_and_grad(p.model, loss)()
+    assert metrics["loss"] == pytest.approx(value.item(), rel=1e-4, abs=1e-6)
+    assert_same_gradient(got, wanted, 2e-4)
+
+
+def sampled(term: Any, student: mx.array, teacher: mx.array) -> mx.array:
+    """[T] a term's loss, on log-probs [T] of the sampled tokens; on-policy the ratio is 1."""
+    x = student - teacher
+    if isinstance(term, TeacherKL):
+        return mx.exp(-x) - 1 + x
+    return -mx.stop_gradient(-x) * mx.exp(student - mx.stop_gradient(student))
+
+
+@pytest.mark.parametrize("hint", [None, "hint"])
+@pytest.mark.parametrize("size", [2, 9])
+@pytest.mark.parametrize("term", TERMS, ids=name_of)
+def test_a_teacher_of_fewer_token_ids_teaches_up_to_the_first_that_it_has_not(term, size, hint):
+    """The same as where the sequence ended there, and nothing behind its embedding is read."""
+    p, other = a_policy(lambda: dense(vocab_size=384)), as_policy(guarded(dense(1)), tokenizer(), lora=None)
+    algorithm, teacher = algo.opd(teacher=term, reduction="sum"), Teacher(other, hint=hint)
+    group = with_tasks(made([float(n) for n in range(size)]))
+    strange = [383, 320][: size - 1]  # in the first as the first token, in the second as the third
+
+    def changed(cut: bool) -> Any:
+        new = []
+        for number, one in enumerate(group):
+            (turn,) = one.turns
+            tokens, place = list(turn.tokens), 2 * number
+            if number < len(strange):
+                tokens[place] = strange[number]
+            end = place if cut and number < len(strange) else len(tokens)
+            kept = [(350, *ids[1:]) for ids in turn.details.top_ids[:end]]  # an id that the teacher does not have
+            details = dataclasses.replace(turn.details, top_ids=tuple(kept))
+            new.append(
+                dataclasses.replace(
+                    one,
+                    turns=(
+                        dataclasses.replace(
+                            turn, tokens=tuple(tokens[:end]), logprobs=turn.logprobs[:end], details=details
+                        ),
+                    ),
+                )
+            )
+        return tuple(one for one in new if one.turns[0].tokens)
+
+    got, wanted = (
+        gradient(p, complete(p, batch, algorithm, frozenset({"teacher"}), teacher), algorithm, teacher)
+        for batch in (make_batch([changed(cut)], algorithm) for cut in (False, True))
+    )
+    lost = complete(p, make_batch([changed(False)], algorithm), algorithm, frozenset({"teacher"}), teacher)
+    assert lost.dropped_tokens == ({0: 3, 1: 2} if size == 9 else {0: 3})
+    assert np.isfinite(got[0]["loss"])
+    assert got[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-5)
+    assert_same_gradient(got[1], wanted[1], 1e-4)
+
+
+def test_nothing_is_taught_where_the_teacher_has_none_of_the_tokens():
+    p, other = a_policy(lambda: dense(vocab_size=384)), as_policy(guarded(dense(1)), tokenizer(), lora=None)
+    (turn,) = (one := made([1.0, 0.0])[0]).turns
+    strange = dataclasses.replace(one, turns=(dataclasses.replace(turn, tokens=(320,) * len(turn.tokens)),))
+    batch = make_batch([(strange, dataclasses.replace(strange, reward=2.0))], algo.opd())
+    metrics = update(p, optim.SGD(0.1), batch, algo.opd(), teacher=other)
+    assert metrics["grad_norm"] == 0.0
+    assert metrics["sequences/dropped_tokens"] == 6.0
 
 
 def test_vocabularies_are_compared():

@@ -10,18 +10,18 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers import a_policy, flat, made
+from helpers import a_policy, assert_same_gradient, flat, made
 from mlxrl.algo.recipes import dr_grpo, grpo, rloo
 from mlxrl.policy.logprobs import logprobs
-from mlxrl.policy.modes import training
-from mlxrl.policy.policy import Policy
+from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.rollout.sample import sample
-from mlxrl.settings import Sampling
+from mlxrl.settings import Sampling, Train
 from mlxrl.train.batch import make_batch
 from mlxrl.train.gradient import gradient
+from mlxrl.train.minibatches import minibatches
 from mlxrl.train.update import complete, update
 from mlxrl.types import Group, MicroBatch, Task, Trajectory
-from models import dense, hybrid, moe
+from models import dense, hybrid, moe, tokenizer
 
 MODELS = [dense, hybrid, moe]
 
@@ -87,15 +87,40 @@ def test_several_updates_use_old_logprobs_from_before_the_first():
     assert mx.array_equal(batch.micro_batches[0].old_logprobs, before)
 
 
-def test_dropout_is_active_in_the_gradient_pass_alone():
-    p, algorithm = a_policy(dropout=0.5), grpo()
-    plain = make_batch([made([1.0, 0.0])], algorithm)
-    batch, again = (complete(p, plain, algorithm, frozenset({"old"})) for _ in range(2))
-    assert mx.array_equal(batch.micro_batches[0].old_logprobs, again.micro_batches[0].old_logprobs)
-    assert gradient(p, batch, algorithm)[0]["ratio/max"] > 1.001
-    with training(p, dropout=True):
-        pass
+@pytest.mark.parametrize("make", [dense, hybrid, moe])
+def test_dropout_drops_the_same_in_old_and_new(make):
+    """Ratios are exactly 1 at equal weights, in minibatches of another layout too, and nothing else is random."""
+    p, algorithm = a_policy(make, dropout=0.5), grpo()
+    groups = [made([1.0, 0.0, 0.3]), made([0.0, 1.0], prompt=5, seed=1)]
+    batch, plain = make_batch(groups, algorithm), dataclasses.replace(make_batch(groups, algorithm), dropout_seed=7)
+    batch, other = (complete(p, one, algorithm, frozenset({"old"})) for one in (batch, plain))
+    assert not mx.array_equal(batch.micro_batches[0].old_logprobs, other.micro_batches[0].old_logprobs)
+    for part in [batch, *minibatches(batch, 2, "x")]:
+        metrics, found = gradient(p, part, algorithm)
+        assert metrics["ratio/max"] == pytest.approx(1.0, abs=1e-5)
+        mx.random.seed(5)
+        for recompute in (False, True):
+            again = flat(gradient(p, part, algorithm, recompute=recompute)[1])
+            assert all(mx.allclose(again[name], value, rtol=1e-4, atol=1e-7) for name, value in flat(found).items())
     assert not any(module.training for module in p.model.modules())
+
+
+def test_dropout_is_the_same_in_every_layout():
+    p, algorithm = a_policy(dropout=0.3), grpo()
+    group = [made([float(n) for n in range(6)])]
+    shared, split = (make_batch(group, algorithm, Train(tokens_per_pass=tokens)) for tokens in (None, 97))
+    alone = dataclasses.replace(shared, micro_batches=tuple(
+        dataclasses.replace(m, prefix_id=None) for m in split))  # fmt: skip
+    assert len(split) > len(shared) == 1
+    wanted = gradient(p, shared, algorithm)[1]
+    for batch in (split, alone):
+        assert_same_gradient(gradient(p, batch, algorithm)[1], wanted, 2e-5)
+
+
+def test_a_policy_without_adapters_is_not_updated():
+    p, batch = as_policy(dense(), tokenizer(), lora=None), make_batch([made([1.0, 0.0])], grpo())
+    with pytest.raises(ValueError, match=r"update: policy: this policy was loaded without adapters, wanted .*lora="):
+        update(p, optim.SGD(0.1), batch, grpo())
 
 
 def test_clipping_scales_the_gradient_to_the_norm_asked_for():

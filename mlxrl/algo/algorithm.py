@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlxrl import types
 from mlxrl.algo.credit import Advantages, Compares, Credit
-from mlxrl.algo.losses import Surrogate, log_ratio
+from mlxrl.algo.losses import Ratio, Surrogate, log_ratio
 from mlxrl.algo.reduce import Reduction, masked, of_mismatch, of_policy, token_mean
 from mlxrl.checked import SettingError, checked
 from mlxrl.errors import brief
@@ -168,7 +168,9 @@ class Algorithm:
         for term in self.terms:
             share = term.share(new, batch, totals, self.reduction)
             loss = loss if share is None else loss + share
-        metrics = of_policy(surrogate, new.token_logprobs, old, batch.advantages, mask, totals)
+        clamped = isinstance(self.policy_loss, Ratio) and self.policy_loss.ratio == "token"
+        drift = (self.policy_loss.log_ratio if clamped else log_ratio)(new.token_logprobs, old, mask)
+        metrics = of_policy(surrogate, drift, batch.advantages, mask, totals)
         metrics |= of_mismatch(old, batch.sampler_logprobs, mask, totals)
         for term in self.terms:
             metrics |= term.metrics(new, batch, totals)

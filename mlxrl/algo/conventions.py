@@ -16,12 +16,13 @@ VERL: Table = {**KL_TEN, "dual_clip": 3.0}
 TRL: Table = {"log_ratio_clamp": None, "kl": {"log_ratio_clamp": None}}
 TRL_STD: Table = {**TRL, "eps": 1e-4}
 OPENRLHF: Table = {**KL_TEN, "reduction": "token_mean", "whiten": {"ddof": 0, "eps": 0.0, "floor": 1e-8}}
-SLIME: Table = {**KL_TEN, "log_ratio_clamp": None, "reduction": "sequence_mean"}
+SLIME: Table = {"kl": {"clamp": TEN, "log_ratio_clamp": None}, "log_ratio_clamp": None, "reduction": "sequence_mean"}
 
 CONVENTIONS: Mapping[str, Mapping[str, Table]] = {
     "verl": {
         **dict.fromkeys(("dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"), VERL),
-        **dict.fromkeys(("sapo", "gmpo", "dppo"), KL_TEN),
+        **dict.fromkeys(("sapo", "dppo"), KL_TEN),
+        "gmpo": {**KL_TEN, "log_ratio_clamp": None},
         "grpo": {**VERL, "reduction": "token_mean"},
         "dapo": {**VERL, "dual_clip": 10.0},
         "gspo": {**KL_TEN, "ratio": "sequence_token", "log_ratio_clamp": (None, 10.0)},
@@ -36,7 +37,7 @@ CONVENTIONS: Mapping[str, Mapping[str, Table]] = {
     "openrlhf": {
         **dict.fromkeys(("dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"), OPENRLHF),
         "grpo": {**OPENRLHF, "eps": 1e-9},
-        "gspo": {**OPENRLHF, "eps": 1e-9, "reduction": "sequence_mean"},
+        "gspo": {**OPENRLHF, "eps": 1e-9, "reduction": "sequence_mean", "log_ratio_clamp": None},
     },
     "slime": {
         **dict.fromkeys(("grpo", "gspo", "reinforce_pp", "reinforce_pp_baseline"), SLIME),
@@ -45,8 +46,8 @@ CONVENTIONS: Mapping[str, Mapping[str, Table]] = {
     },
     "openclaw": {
         "opd": {
-            **TRL, "clip": (0.2, 0.28), "reward": 1.0, "reduction": "sequence_mean",
-            "teacher_surrogate": {"clip": (0.2, 0.28), "log_ratio_clamp": None},
+            **TRL, "clip": (0.2, 0.28), "reward": 1.0, "scale": "raw", "reduction": "sequence_mean",
+            "teacher_surrogate": {"clip": (0.2, 0.28), "gap_clamp": (-1.0, 1.0)},
         },
     },
     "verl_agent": {"gigpo": {"dual_clip": 3.0, "episode_over": "step"}},

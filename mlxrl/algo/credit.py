@@ -88,16 +88,35 @@ class GroupRelative(GroupBaseline):
     """The baseline is the group's mean: `advantages.group_relative`.
 
     scale: the standard deviation that divides, that of the "group", of the whole "batch", or "none"; with "function"
-    every reward function is put on its group's scale by itself before the sum, `advantages.normalise_then_sum`.
+    every reward function is put on its group's scale by itself before the sum, `advantages.normalise_then_sum`. With
+    "raw" the advantage is the reward itself, without a baseline.
     """
 
-    scale: Literal["group", "batch", "function", "none"] = "group"
+    scale: Literal["group", "batch", "function", "none", "raw"] = "group"
     eps: NotNegative = 1e-6
 
+    @property
+    def compares(self) -> Compares:
+        return "group" if self.reward and self.scale != "raw" else "nothing"
+
     def values(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
+        if self.scale == "raw":
+            return np.nan_to_num(rewards_of(trajectories))
         if self.scale == "function":
             return _by_function(trajectories, ids, self.eps)
         return maths.group_relative(rewards_of(trajectories), ids, self.scale, self.eps)
+
+
+@checked("algorithm")
+class MeanRelative(GroupBaseline):
+    """The lead over the group's mean, relative to it: `advantages.relative_to_mean`, of rewards from 0 on."""
+
+    def values(self, trajectories: Sequence[Trajectory], ids: list[int]) -> Floats:
+        rewards = rewards_of(trajectories)
+        if (lowest := min((reward for reward in rewards if not math.isnan(reward)), default=0.0)) < 0:
+            why = f"wanted rewards of at least 0, as max_rl is defined for, got {lowest:.6g}; use rloo, or shift them"
+            raise SettingError("max_rl", "reward", why)
+        return maths.relative_to_mean(rewards, ids)
 
 
 @checked("algorithm")

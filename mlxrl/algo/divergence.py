@@ -72,6 +72,12 @@ def present(logprobs: Distribution) -> mx.array:
     return logprobs > ABSENT / 2
 
 
+def shared(student: Distribution, teacher: Distribution) -> tuple[Distribution, Distribution]:
+    """Both at the ids that both have, ABSENT at the others: padded vocabularies may differ."""
+    there = present(student) & present(teacher)
+    return mx.where(there, student, ABSENT), mx.where(there, teacher, ABSENT)
+
+
 def tail(logprobs: Distribution) -> mx.array:
     """[..., 1] log of the mass outside the ids: log(1 - sum_k p_k), at least 1e-7 of it."""
     kept = mx.maximum(logprobs, ABSENT)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from mlxrl.algo import losses
-from mlxrl.algo.advantages import Scale, leave_one_out, relative_to_mean
+from mlxrl.algo.advantages import Scale, leave_one_out
 from mlxrl.algo.algorithm import Term
-from mlxrl.algo.credit import GiGPO, GroupBaseline, GroupRelative, Over, Returns, Whiten
+from mlxrl.algo.credit import GiGPO, GroupBaseline, GroupRelative, MeanRelative, Over, Returns, Whiten
 from mlxrl.algo.losses import SAFE, Clip, Clipped, ClosedClip, Level
 from mlxrl.algo.reduce import Name
 from mlxrl.algo.table import recipe
@@ -27,7 +27,7 @@ from mlxrl.checked import Interval
 
 Above: TypeAlias = float | None
 Clamp: TypeAlias = Interval | None
-GroupScale: TypeAlias = Literal["group", "batch", "function", "none"]
+GroupScale: TypeAlias = Literal["group", "batch", "function", "none", "raw"]
 Reduce: TypeAlias = Name | float
 Terms: TypeAlias = Sequence[Term]
 
@@ -129,7 +129,7 @@ def rloo(
     """
 
 
-@recipe(GroupBaseline(baseline=relative_to_mean), Clipped())
+@recipe(MeanRelative(), Clipped())
 def max_rl(
     *, clip: Clip | None = (0.2, 0.2), dual_clip: Above = None, delta: Above = None, ratio: Level = "token",
     log_ratio_clamp: Clamp = SAFE, whiten: Whiten | None = None, mask_truncated: bool = False,
@@ -138,6 +138,8 @@ def max_rl(
     """Maximum-likelihood RL for rewards in [0, 1] (prime-rl): advantages against the mean, relative to it.
 
     A_i = (r_i - mean_g) / mean_g where the mean is positive;  clipped token loss;  mean over tokens
+
+    A reward below 0 is refused: near a mean of 0 its advantages have no bound, and below it none.
     """
 
 
@@ -244,5 +246,5 @@ def opd(
     teacher: `TeacherAdvantage`, A_t = reward A_i + c (teacher - old)_t in the clipped loss, the policy gradient of the
         reverse KL (slime, OpenClaw-RL, tinker; MiniLLM, arXiv 2306.08543), or a loss: `TeacherKL` on sampled tokens,
         `TeacherTopK` and `TeacherSurrogate` over top ids, `TeacherVocabulary` over all (GKD, arXiv 2306.13649).
-    reward: weight of the advantage of `grpo` beside the teacher; 0 ignores rewards.
+    reward: weight of the advantage of `grpo` beside the teacher; 0 ignores rewards. OpenClaw-RL takes scale "raw".
     """

@@ -88,15 +88,13 @@ OVER_THE_STEP = {
 """What `finish` does not divide: over all tokens of the step, over observed ones, or a maximum."""
 
 
-def of_policy(
-    surrogate: Surrogate, new: PerToken, old: PerToken, advantages: PerToken, mask: PerToken, totals: Totals
-) -> Metrics:
-    """Ratio, drift since sampling, clip fractions and size of the advantage."""
+def of_policy(surrogate: Surrogate, drift: PerToken, advantages: PerToken, mask: PerToken, totals: Totals) -> Metrics:
+    """Ratio, clip fractions, size of the advantage, and the log-ratio as the loss takes it for its drift."""
     return {
         COMPUTED: token_mean(mx.ones_like(mask), mask, totals),
         "ratio/mean": token_mean(surrogate.ratio, mask, totals),
         "ratio/max": masked(surrogate.ratio, mask).max(),
-        "ppo_kl": token_mean(-log_ratio(new, old, mask), mask, totals),
+        "ppo_kl": token_mean(-drift, mask, totals),
         "clip_ratio/low_mean": token_mean(surrogate.low.astype(mx.float32), mask, totals),
         "clip_ratio/high_mean": token_mean(surrogate.high.astype(mx.float32), mask, totals),
         "advantages/abs_mean": token_mean(mx.abs(advantages), mask, totals),

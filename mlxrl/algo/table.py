@@ -80,8 +80,8 @@ def _dead(algorithm: Algorithm) -> dict[str, str]:
     credit, dead = algorithm.credit, dict[str, str]()
     if isinstance(credit, GiGPO) and not credit.omega:
         dead |= dict.fromkeys(("gamma", "similarity"), "omega is 0")
-    if isinstance(credit, GiGPO | GroupRelative) and credit.scale == "none":
-        dead["eps"] = "scale is 'none'"
+    if isinstance(credit, GiGPO | GroupRelative) and credit.scale in ("none", "raw"):
+        dead["eps"] = f"scale is '{credit.scale}'"
     if isinstance(credit, GroupBaseline) and not credit.reward:
         dead |= dict.fromkeys(("scale", "eps", "whiten", "mask_truncated"), "reward is 0")
         if not any(_overrides(term, "advantage") for term in algorithm.terms):

@@ -234,7 +234,8 @@ class TeacherTopK(TeacherTerm):
 
     def loss(self, new: Logprobs, batch: MicroBatch) -> mx.array:
         close = divergence.with_tail if self.tail else divergence.renormalised
-        return divergence.jsd(close(there(new.top_logprobs)), close(there(batch.teacher_top_logprobs)), self.beta)
+        student, teacher = divergence.shared(there(new.top_logprobs), there(batch.teacher_top_logprobs))
+        return divergence.jsd(close(student), close(teacher), self.beta)
 
     gap = loss
 
@@ -259,7 +260,8 @@ class TeacherSurrogate(TeacherTerm):
     def loss(self, new: Logprobs, batch: MicroBatch) -> mx.array:
         old, weight, gap = self._old(new, batch)
         advantages = mx.stop_gradient(clamp(gap, self.gap_clamp) * weight)
-        ratio = mx.exp(clamp(there(new.top_logprobs) - old, self.log_ratio_clamp))
+        student, old = divergence.shared(there(new.top_logprobs), old)
+        ratio = mx.exp(clamp(student - old, self.log_ratio_clamp))
         bounds = (1 - self.clip[0], 1 + self.clip[1])
         return mx.maximum(-advantages * ratio, -advantages * clamp(ratio, bounds)).sum(axis=-1)
 
@@ -270,7 +272,8 @@ class TeacherSurrogate(TeacherTerm):
     def _old(self, new: Logprobs, batch: MicroBatch) -> tuple[mx.array, mx.array, mx.array]:
         """[B, T, K] log-probs at sampling time, or sg(new); their softmax over the ids; and teacher - old."""
         old = mx.stop_gradient(there(new.top_logprobs) if batch.old_top_logprobs is None else batch.old_top_logprobs)
-        return old, mx.softmax(old, axis=-1), there(batch.teacher_top_logprobs) - old
+        old, teacher = divergence.shared(old, there(batch.teacher_top_logprobs))
+        return old, mx.softmax(old, axis=-1), teacher - old
 
 
 @term("teacher_vocabulary")

@@ -108,42 +108,14 @@ def trainable(module: nn.Module) -> tuple[list[str], list[mx.array]]:
 
 
 @contextmanager
-def bound(
-    module: nn.Module, names: Sequence[str], arrays: Sequence[mx.array], key: mx.array | None = None
-) -> Generator[None]:
-    """A block in which a module computes with other arrays as its parameters of these names.
-
-    key: what its dropout layers draw from, so that a second run drops the same; None leaves them to MLX's generator.
-    """
-    own, layers = module.parameters(), [] if key is None else _dropouts(module)
-    keys = [] if key is None else mx.random.split(key, len(layers))
+def bound(module: nn.Module, names: Sequence[str], arrays: Sequence[mx.array]) -> Generator[None]:
+    """A block in which a module computes with other arrays as its parameters of these names."""
+    own = module.parameters()
     try:
         module.update(tree_unflatten(list(zip(names, arrays, strict=True))))
-        for layer, part in zip(layers, keys, strict=True):
-            layer.__class__ = _KeyedDropout
-            layer.__dict__["key"] = part
         yield
     finally:
         module.update(own)
-        for layer in layers:
-            layer.__class__ = nn.Dropout
-            layer.__dict__.pop("key", None)
-
-
-def dropout_key(module: nn.Module) -> mx.array | None:
-    """A key for one run of a module, None where nothing in it is random."""
-    return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32) if _dropouts(module) else None
-
-
-def _dropouts(module: nn.Module) -> list[Any]:
-    return [m for m in module.modules() if type(m) is nn.Dropout and m.training and m._p_1 < 1]  # pyright: ignore[reportPrivateUsage]
-
-
-class _KeyedDropout(nn.Dropout):
-    """Dropout that draws from a key of its own."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return mx.random.bernoulli(self._p_1, x.shape, key=self.__dict__["key"]) * x * (1 / self._p_1)
 
 
 def flattened(tree: Any) -> tuple[list[mx.array], Rebuild]:
@@ -195,12 +167,11 @@ def run_checkpointed(
     """call(*arguments, **named) as a function of arrays alone, and what it left in caches put back into them."""
     names, trained = trainable(module)
     given, rebuild_given = flattened((arguments, named))
-    key = dropout_key(module)
     first: list[Rebuild] = []
 
     def pure(*arrays: mx.array) -> list[mx.array]:
         own_arguments, own_named = rebuild_given(arrays[len(names) :])
-        with bound(module, names, arrays[: len(names)], key):
+        with bound(module, names, arrays[: len(names)]):
             result = call(*own_arguments, **own_named)
         found, rebuild = flattened((result, _caches((own_arguments, own_named))))
         if not first:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.policy.differentiate import after, bound, dropout_key, own_gradient, precomputed, trainable, vjp
+from mlxrl.policy.differentiate import after, bound, own_gradient, precomputed, trainable, vjp
 
 Values: TypeAlias = Callable[[mx.array, mx.array], tuple[mx.array, ...]]
 Logits: TypeAlias = Callable[..., mx.array]
@@ -28,24 +28,27 @@ class Head:
     """trunk(tokens [B, T], cache) -> hidden [B, T, D]; project(hidden [..., D]) -> logits [..., V].
 
     module() is the layer whose parameters `project` uses, empty where it uses none; project(hidden, layer) uses another
-    in its place. All three look their modules up when they are called, so swapped adapters are seen.
+    in its place. All three look their modules up when they are called, so swapped adapters are seen. vocabulary: V, 0
+    where it is not known: token ids from there on are in no array of the model's.
     """
 
     trunk: Callable[..., mx.array]
     project: Callable[..., mx.array]
     module: Callable[[], nn.Module] = nn.Module
+    vocabulary: int = 0
 
 
 def split(model: nn.Module) -> Head:
     """Split an mlx-lm model; where the parts do not give its logits on a probe, the trunk keeps the head: a warning."""
     owner = model.language_model if "language_model" in model else model
+    probe = mx.array([[0, 1, 2]])
+    wanted = model(probe).astype(mx.float32)
     head = Head(
         lambda tokens, cache=None: _body(owner)(tokens, cache),
         lambda hidden, layer=None: _project(owner, hidden, layer),
         module=lambda: _module(owner),
+        vocabulary=wanted.shape[-1],
     )
-    probe = mx.array([[0, 1, 2]])
-    wanted = model(probe).astype(mx.float32)
     with suppress(AttributeError, TypeError, KeyError, ValueError):
         got = head.project(head.trunk(probe)).astype(mx.float32)
         close = mx.abs(got - wanted) <= 1e-3 * (1 + mx.abs(wanted).max())
@@ -55,7 +58,10 @@ def split(model: nn.Module) -> Head:
         f"{type(model).__module__}: the output head is not understood; every pass makes the logits of all positions",
         stacklevel=2,
     )
-    return Head(lambda tokens, cache=None: model(tokens, cache=cache), lambda logits, _=None: logits)
+    return Head(
+        lambda tokens, cache=None: model(tokens, cache=cache), lambda logits, _=None: logits,
+        vocabulary=wanted.shape[-1],
+    )  # fmt: skip
 
 
 def _body(owner: Any) -> Any:
@@ -103,7 +109,7 @@ def score(
     d logprob / d hidden = project^T (e_id - softmax z) is then computed with the logits, once.
 
     Args:
-        hidden: [N, D]; ids: [N] or [N, K], constants.
+        hidden: [N, D]; ids: [N] or [N, K], constants. Of K ids, one that the head does not have has log-prob -inf.
         gradient: whether a backward pass will follow. A wrong answer costs time and nothing else.
     Returns:
         log-probs, shaped like `ids`, and entropy [N], None unless requested; float32, nats.
@@ -136,10 +142,9 @@ def _logits(head: Head, hidden: mx.array, temperature: float) -> tuple[Logits, l
     """(hidden, trained leaves of the head) -> logits in float32, those leaves, and the positions of a chunk."""
     module = head.module()
     names, trained = trainable(module)
-    key = dropout_key(module)
 
     def logits(hidden: mx.array, *own: mx.array) -> mx.array:
-        with bound(module, names, own, key):
+        with bound(module, names, own):
             return head.project(hidden).astype(mx.float32) / temperature
 
     return logits, trained, max(1, CHUNK // head.project(hidden[:1]).shape[-1])
@@ -148,7 +153,9 @@ def _logits(head: Head, hidden: mx.array, temperature: float) -> tuple[Logits, l
 def _logprobs_and_entropy(z: mx.array, ids: mx.array, entropy: bool) -> tuple[mx.array, mx.array]:
     """Log-probs [n, K] and entropy [n, 1] (0 unless requested) of logits [n, V]."""
     normaliser = mx.logsumexp(z, axis=-1, keepdims=True)
-    logprobs = mx.take_along_axis(z, ids, axis=-1) - normaliser
+    known = (ids >= 0) & (ids < z.shape[-1])
+    logprobs = mx.take_along_axis(z, mx.where(known, ids, 0), axis=-1) - normaliser
+    logprobs = mx.where(known, logprobs, -mx.inf)
     if not entropy:
         return logprobs, mx.zeros_like(normaliser)
     return logprobs, normaliser - (mx.softmax(z, axis=-1) * z).sum(axis=-1, keepdims=True)

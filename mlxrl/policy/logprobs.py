@@ -79,13 +79,19 @@ def _of_observations(policy: Policy, batch: MicroBatch, states: mx.array, gradie
     return scattered(score(policy.head, hidden, ids, temperature=batch.temperature, gradient=gradient)[0], inverse)
 
 
-def top_k(policy: Policy, batch: MicroBatch, k: int, prefix: PrefixRun | None = None) -> tuple[mx.array, mx.array]:
-    """Ids [B, T, K] and log-probs [B, T, K] of the K most likely tokens at every sampled one, in no order."""
+def top_k(
+    policy: Policy, batch: MicroBatch, k: int, prefix: PrefixRun | None = None, vocabulary: int | None = None
+) -> tuple[mx.array, mx.array]:
+    """Ids [B, T, K] and log-probs [B, T, K] of the K most likely tokens at every sampled one, in no order.
+
+    vocabulary: of another model; only ids that it has are taken, and what the others have is missing from the sum.
+    """
     hidden, _, inverse = _predicting(_states(policy, batch, prefix), batch.mask)
 
     def best(logits: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-        count = min(k, logits.shape[-1])
-        ids = mx.argpartition(-logits, kth=count - 1, axis=-1)[:, :count]
+        both = logits[:, :vocabulary]
+        count = min(k, both.shape[-1])
+        ids = mx.argpartition(-both, kth=count - 1, axis=-1)[:, :count]
         values = mx.take_along_axis(logits, ids, axis=-1) - mx.logsumexp(logits, axis=-1, keepdims=True)
         return ids.astype(mx.int32), values
 

@@ -18,7 +18,7 @@ from mlxrl.policy.differentiate import leaves
 from mlxrl.settings import LoRA
 
 LEAVES = ("lora_a", "lora_b", "m")
-ROUTERS = ("gate", "router", "shared_expert_gate")
+ROUTERS = ("gate", "router", "shared_expert_gate", "modality_router", "prediction_coefs", "correction_coefs")
 
 
 class AdapterError(UserError):

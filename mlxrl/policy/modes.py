@@ -11,7 +11,9 @@ numbers at the same weights, because both run what a gradient needs:
 
 1. The adapters go first, where they do: what is off the model is not changed by the rest.
 2. `train()`: mlx-lm's layers choose kernels with a gradient by it, and make router indices constants. Dropout layers
-   stay in evaluation, except in training where `dropout` is set.
+   stay in evaluation. Those of adapters drop where a `dropout` is given, which is a number: inputs of a layer are
+   dropped by a mask [D] that is made of it and of the layer's place, for every token, in every pass. So neither
+   micro-batches, padding, shared prefixes nor recomputation change what is dropped.
 3. Linear attention by chunks (`gated_delta.py`) and memory-efficient SwiGLU (`recompute.py`) are put where the
    layers look them up: in the modules of their classes, so they come before the next.
 4. Recomputation (`recompute.py`) swaps the class of each layer for a subclass.
@@ -24,30 +26,31 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl.policy.gated_delta import chunked
-from mlxrl.policy.lora import merged, without_adapters
+from mlxrl.policy.lora import base_of, merged, without_adapters
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.recompute import memory_efficient, recomputed
 
 
 @contextmanager
-def scoring(policy: Policy, adapters: bool = True) -> Generator[None]:
-    """Log-probs to compare with, at the policy's weights or without its adapters."""
+def scoring(policy: Policy, adapters: bool = True, dropout: int | None = None) -> Generator[None]:
+    """Log-probs to compare with, at the policy's weights or without its adapters; dropout: as in `training`."""
     model = policy.model
     base = nullcontext() if adapters else without_adapters(model)
-    with _entered(model, "scoring"), base, _differentiable(model):
+    with _entered(model, "scoring"), base, _differentiable(model, dropout):
         yield
 
 
 @contextmanager
-def training(policy: Policy, recompute: bool = False, dropout: bool = False) -> Generator[None]:
+def training(policy: Policy, recompute: bool = False, dropout: int | None = None) -> Generator[None]:
     """Log-probs whose gradient is taken.
 
     Args:
         recompute: keep the inputs of layers alone, and run each once more in the backward pass.
-        dropout: whether dropout layers drop.
+        dropout: a number from which follows what adapters drop; None drops nothing.
     """
     model = policy.model
     checkpointing = recomputed(model) if recompute else nullcontext()
@@ -87,15 +90,40 @@ def _entered(model: Any, mode: str) -> Generator[None]:
 
 
 @contextmanager
-def _differentiable(model: nn.Module, dropout: bool = False) -> Generator[None]:
+def _differentiable(model: nn.Module, dropout: int | None = None) -> Generator[None]:
     """Steps 2 and 3."""
     try:
         model.train()
-        if not dropout:
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.eval()
-        with chunked(), memory_efficient(model):
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.eval()
+        with _dropping(model, dropout), chunked(), memory_efficient(model):
             yield
     finally:
         model.eval()
+
+
+@contextmanager
+def _dropping(model: nn.Module, dropout: int | None) -> Generator[None]:
+    """A block in which the adapters of a model drop inputs, by masks that follow from a number."""
+    named = [] if dropout is None else sorted(model.named_modules(), key=lambda item: item[0])
+    layers = [module.dropout for _, module in named if base_of(module) is not None]
+    keys = mx.random.split(mx.random.key(dropout or 0), max(len(layers), 1))
+    try:
+        for layer, key in zip(layers, keys, strict=False):
+            layer.__class__ = _MaskedDropout
+            layer.__dict__["key"] = key
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.Dropout
+            layer.__dict__.pop("key", None)
+
+
+class _MaskedDropout(nn.Dropout):
+    """Dropout of the same inputs of every token, drawn from a key."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._p_1 == 1:
+            return x
+        return mx.random.bernoulli(self._p_1, x.shape[-1:], key=self.__dict__["key"]) * x * (1 / self._p_1)

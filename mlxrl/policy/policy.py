@@ -9,13 +9,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlxrl import settings
 from mlxrl.errors import UserError, message_of, one_line
 from mlxrl.policy import lora as adapters
+from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.head import Head, split
 from mlxrl.policy.lora import Adapted
-from mlxrl.policy.prefix import shares_prefix
+from mlxrl.policy.prefix import needs_caches, shares_prefix
 from mlxrl.settings import LoRA
 
 
@@ -23,12 +25,17 @@ class ModelError(UserError):
     """A model that cannot be found or read."""
 
 
+class TokenError(UserError):
+    """A token id that a model does not have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A language model that can be sampled, scored and updated.
 
     model: an mlx-lm model; tokenizer: mlx-lm's wrapper; head: the model in two parts; lora: None for a frozen model;
-    shares_prefix: whether its caches can carry a shared prompt through the gradient; source: what it was loaded from.
+    shares_prefix: whether its caches can carry a shared prompt through the gradient; needs_caches: whether passes need
+    them for any sequence; source: what it was loaded from.
     memo: what other parts find out or compile once for the model, by the name of what it is.
     """
 
@@ -38,6 +45,7 @@ class Policy:
     lora: LoRA | None
     shares_prefix: bool
     source: str
+    needs_caches: bool = False
     memo: dict[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
 
     @property
@@ -49,6 +57,22 @@ class Policy:
     def trainable_parameters(self) -> int:
         """Numbers that the optimizer moves."""
         return sum(line.parameters for line in self.adapted)
+
+    def require_trainable(self, where: str) -> None:
+        """ModelError where the optimizer has nothing to move."""
+        if not leaves(self.model.trainable_parameters()):
+            raise ModelError(where, "this policy was loaded without adapters, wanted one with lora=LoRA(...)")
+
+    def require_ids(self, what: str, ids: Any) -> None:
+        """TokenError for a token id that the model does not have, which would be read from behind its arrays.
+
+        ids: a sequence or an array of any shape.
+        """
+        numbers = np.asarray(ids).reshape(-1)
+        strange = numbers[(numbers < 0) | (numbers >= self.head.vocabulary)]
+        if strange.size:
+            last = self.head.vocabulary - 1
+            raise TokenError(what, f"wanted token ids that the model has, 0 to {last}, got {strange[0]}")
 
     def save(self, folder: str | Path) -> None:
         """Save the adapter in mlx-lm's format: `mlx_lm.generate --adapter-path FOLDER` and `mlx_lm.fuse` read it."""
@@ -64,7 +88,8 @@ def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: st
     else:
         adapters.adapt(model, lora, seed)
     model.eval()
-    return Policy(model, tokenizer, split(model), lora, shares_prefix(model), source)
+    sharing = shares_prefix(model)
+    return Policy(model, tokenizer, split(model), lora, sharing, source, sharing and needs_caches(model))
 
 
 def load(
@@ -90,9 +115,22 @@ def load(
         lora = adapters.read_config(adapter)
     model, tokenizer = _read(checked.id, None if checked.dtype is None else getattr(mx, checked.dtype))
     loaded = as_policy(model, tokenizer, lora=lora, source=id, seed=seed)
+    _require_tokens(loaded)
     if adapter is not None:
         adapters.load_weights(model, adapter)
     return loaded
+
+
+def _require_tokens(policy: Policy) -> None:
+    """TokenError for tokens that any text may be made of, or that end one, and that the model does not have.
+
+    Special tokens besides are refused where a prompt has them: Gemma's tokenizers have some that a model is without.
+    """
+    tokenizer, place = policy.tokenizer, f"model: id: {policy.source}"
+    special = tokenizer.get_added_vocab()
+    own = sorted(number for token, number in tokenizer.get_vocab().items() if token not in special)
+    policy.require_ids(f"{place}: its tokenizer", own)
+    policy.require_ids(f"{place}: eos_token_id", sorted(tokenizer.eos_token_ids))
 
 
 def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:

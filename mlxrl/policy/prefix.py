@@ -42,8 +42,19 @@ def shares_prefix(model: nn.Module) -> bool:
     return True
 
 
+def needs_caches(model: Any) -> bool:
+    """Whether a pass without caches is another function: gemma3n's later layers find earlier ones' keys there alone.
+
+    model: one that shares prefixes.
+    """
+    probe = mx.array([[0, 1, 2]])
+    plain, cached = (model(probe, cache=caches).astype(mx.float32) for caches in (None, _caches(model)))
+    return mx.any(mx.abs(plain - cached) > 0.1 * (1 + mx.abs(cached).max())).item() is True
+
+
 def run_prefix(policy: Policy, prefix: mx.array) -> PrefixRun:
     """Run a prefix [P], P at least 1, at batch 1. The policy has to be one that shares prefixes."""
+    policy.require_ids("batch: prompt", prefix)
     caches = _caches(policy.model)
     return PrefixRun(policy.head.trunk(prefix[None], caches)[0, -1], caches)
 
@@ -54,9 +65,10 @@ def hidden_states(policy: Policy, batch: MicroBatch, run: PrefixRun | None = Non
     Nothing is predicted from the last. run: of the micro-batch's prefix, where it has run already.
     """
     prefix, trunk = batch.prefix, policy.head.trunk
+    policy.require_ids("batch", batch.tokens)
     rows, read = batch.tokens.shape[0], batch.tokens[:, :-1]
     if prefix.size == 0:
-        return None, trunk(read)
+        return None, trunk(read, _caches(policy.model)) if policy.needs_caches else trunk(read)
     if not policy.shares_prefix:  # every sequence reads the prefix
         whole = trunk(mx.concatenate([mx.broadcast_to(prefix, (rows, prefix.size)), read], axis=1))
         return whole[0, prefix.size - 1], whole[:, prefix.size :]

@@ -20,10 +20,11 @@ WARNINGS = {
     "equal_length": "rows of different lengths do not decode together correctly; only rows of equal length are batched",
     "single": "rows do not decode together correctly; they are decoded one by one",
 }
-RAGGED = ((1, 2, 3, 4, 5), (6, 7), (3, 8, 1, 9, 2, 4, 7))
-EQUAL = ((1, 2, 3, 4), (5, 6, 7, 8), (9, 3, 5, 1))
-FED = ((5, 3, 8, 2), (7, 1, 4, 6), (2, 9, 9, 3))
-JOINS = (4, 6, 2, 8, 1)
+# Ids that every model has.
+RAGGED = ((1, 2, 0, 1, 2), (0, 2), (2, 0, 1, 1, 2, 0, 2))
+EQUAL = ((1, 2, 0, 1), (2, 0, 0, 2), (0, 1, 1, 2))
+FED = ((2, 0, 1, 2), (1, 1, 0, 2), (0, 2, 2, 1))
+JOINS = (1, 0, 2, 0, 1)
 
 
 def mode_of(policy: Policy) -> BatchingMode:

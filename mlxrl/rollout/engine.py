@@ -138,11 +138,14 @@ class Engine:
 
     def _sequence(self, request: Request) -> Sequence:
         """A sequence with the tokens that it may draw: a prompt that fills the context may draw none."""
+        self.policy.require_ids("prompt", request.prompt)
         limits = [request.sampling.max_tokens, request.limit]
         if (context := context_of(self.policy.model)) is not None:
             limits.append(context - len(request.prompt))
         limit = min(limit for limit in limits if limit is not None)
         rules = rules_of(self.policy.tokenizer, request.sampling, request.stop_ids, request.keep)
+        self.policy.require_ids("sampling: the end of thinking", rules.think_end)
+        self.policy.require_ids("sampling: stop ids", rules.stop_ids)
         return Sequence(request, rules, limit, self.policy.tokenizer.decode, request.keep and self.slotted)
 
     def _start(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from mlxrl.policy.policy import TokenError
 from mlxrl.rewards import earned
 from mlxrl.rollout.chat import Chat, PromptError, continue_chat, observed, start_chat
 from mlxrl.rollout.draw import fold
@@ -123,7 +124,7 @@ class Episodes:
                 self._next(episode, answer.value)
             else:
                 self._first(episode, answer.value)
-        except PromptError as error:
+        except (PromptError, TokenError) as error:
             self._finish(episode, "error", f"{name}: {error}")
 
     def groups(self) -> tuple[Group, ...]:

@@ -160,5 +160,6 @@ def _padded(prompts: Sequence[Prompt], width: int) -> mx.array:
 def context_of(model: Any) -> int | None:
     """Tokens of a sequence that the model was made for, prompt included; None where it does not say."""
     owner = model.language_model if "language_model" in model else model
-    limit = getattr(getattr(owner, "args", None), "max_position_embeddings", None)
-    return int(limit) if limit else None
+    arguments = getattr(owner, "args", None)
+    limits = [getattr(arguments, name, None) for name in ("max_position_embeddings", "n_positions")]
+    return next((int(limit) for limit in limits if limit), None)

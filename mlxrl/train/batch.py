@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
@@ -52,7 +53,13 @@ def make_batch(groups: Sequence[Group], algorithm: Algorithm, train: Train = Tra
     learned = [[one for one in group if _has_signal(one, needs_loss)] for group in sequences]
     totals = totals_of(groups, sum(len(group) for group in learned), sum(observed.values()))
     micro_batches = tuple(_micro_batches(learned, train.tokens_per_pass or TOKENS_PER_PASS))
-    return Batch(micro_batches, totals, tuple(groups), dict(dropped), dict(observed))
+    return Batch(micro_batches, totals, tuple(groups), dict(dropped), dict(observed), _dropout_seed(groups))
+
+
+def _dropout_seed(groups: Sequence[Group]) -> int:
+    """A number for what was sampled: it follows from the run's seed and step, and differs from step to step."""
+    tokens = [turn.tokens for group in groups for trajectory in group for turn in trajectory.turns]
+    return zlib.crc32(repr(tokens).encode())
 
 
 def _counted(groups: Sequence[Sequence[TokenSequence]], counts: Callable[[TokenSequence], int]) -> Counter[int]:

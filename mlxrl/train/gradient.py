@@ -39,8 +39,7 @@ def gradient(
 
     metrics: Metrics = {}
     total: Any = None
-    dropout = policy.lora is not None and policy.lora.dropout > 0
-    with training(policy, recompute, dropout):
+    with training(policy, recompute, batch.dropout_seed):
         for shared in by_prefix(batch.micro_batches, policy.shares_prefix):
             found, gradients = _gradient(policy, shared, loss)
             total = gradients if total is None else tree_map(mx.add, total, gradients)

@@ -28,7 +28,7 @@ from mlxrl.train.minibatches import minibatches
 from mlxrl.train.optimizer import make_optimizer
 from mlxrl.train.resample import Resampled, further_tasks, resample, round_key
 from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of
-from mlxrl.train.update import complete, optimizer_step
+from mlxrl.train.update import complete, optimizer_step, require_agreement
 from mlxrl.types import Algorithm, Group, Metrics, Task
 
 SKIPS = 3
@@ -128,6 +128,7 @@ def run(
         UserError: an argument is wrong or without effect; raised by the call itself.
         Diverged: three updates in a row were not finite.
     """
+    policy.require_trainable("run: policy")
     rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
     rewarded = bool(rewards.functions) or gives_rewards(environment)
     check_run(
@@ -200,6 +201,7 @@ def _updates(training: Training, state: RunState, groups: Sequence[Group], index
     policy, train, teacher = training.policy, training.train, training.teacher
     algorithm = at_step(training.algorithm, index)
     batch = make_batch(groups, algorithm, train)
+    require_agreement(policy, batch, f"step {index}")
     if train.updates_per_rollout * min(train.minibatches, len(groups)) > 1:
         batch = complete(policy, batch, algorithm, algorithm.needs | {"old"}, teacher)
     for epoch in range(train.updates_per_rollout):

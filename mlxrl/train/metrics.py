@@ -140,7 +140,10 @@ def warnings_of(metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) 
     if context := metrics.get("rollout/context"):
         found.append(f"nothing was sampled: the prompt fills the context of {context:.0f} tokens")
     if dropped := metrics.get("sequences/dropped_tokens"):
-        found.append(f"{dropped:.0f} sampled tokens are beyond train.max_tokens_per_sequence and were not trained on")
+        found.append(
+            f"{dropped:.0f} sampled tokens were not trained on: they are beyond train.max_tokens_per_sequence, or "
+            "come from a token on that the teacher does not have"
+        )
     if failed := metrics.get("rewards/unscored"):
         found.append(f"{failed:.0f} completions could not be scored and are left out")
     if metrics.get("updates/skipped"):

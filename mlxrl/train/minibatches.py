@@ -35,7 +35,7 @@ def _of_groups(batch: Batch, chosen: set[int]) -> Batch:
     for micro_batch in batch:
         rows = [row for row, number in enumerate(micro_batch.trajectories) if group_of[number] in chosen]
         if rows:
-            picked.append(_of_rows(micro_batch, rows))
+            picked.append(of_rows(micro_batch, rows))
     largest = max((_size(micro_batch) for micro_batch in batch), default=0)
     groups = tuple(group for number, group in enumerate(batch.groups) if number in chosen)
     dropped, observed = (
@@ -43,10 +43,10 @@ def _of_groups(batch: Batch, chosen: set[int]) -> Batch:
         for counts in (batch.dropped_tokens, batch.observation_tokens)
     )
     totals = totals_of(groups, sum(len(one.trajectories) for one in picked), sum(observed.values()))
-    return Batch(tuple(_joined(picked, largest)), totals, groups, dropped, observed)
+    return Batch(tuple(_joined(picked, largest)), totals, groups, dropped, observed, batch.dropout_seed)
 
 
-def _of_rows(micro_batch: MicroBatch, rows: list[int]) -> MicroBatch:
+def of_rows(micro_batch: MicroBatch, rows: list[int]) -> MicroBatch:
     """Some rows of a micro-batch, without the columns after the last token that counts."""
     counted = np.array(micro_batch.mask)[rows] > 0
     if micro_batch.observation_mask is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -17,8 +18,9 @@ from mlxrl.policy.policy import Policy
 from mlxrl.policy.prefix import PrefixRun, with_prefix_runs
 from mlxrl.rollout.chat import render
 from mlxrl.train.batch import micro_batch as batched
+from mlxrl.train.minibatches import of_rows
 from mlxrl.train.sequences import sequence_of, up_to_sampled, with_prompt
-from mlxrl.types import Algorithm, Comparison, Group, MicroBatch, Task, Trajectory
+from mlxrl.types import Algorithm, Batch, Comparison, MicroBatch, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,28 +86,45 @@ def refuse_other_vocabulary(student: Any, teacher: Any) -> None:
     )
 
 
-def with_teacher(
-    teacher: Teacher | None, micro_batches: Sequence[MicroBatch], algorithm: Algorithm, groups: Sequence[Group]
-) -> list[MicroBatch]:
-    """Micro-batches with what their loss compares with: log-probs of the tokens, of top ids, or hidden states.
+def with_teacher(student: Policy, teacher: Teacher | None, batch: Batch, algorithm: Algorithm) -> Batch:
+    """A batch with what its loss compares with: log-probs of the tokens, of top ids, or hidden states.
 
-    Those that have it already stay as they are. groups: those of the step, of whose trajectories the sequences are.
+    One that has it already stays as it is. Ids are compared that both models have. The rest of a sequence from a token
+    on that the teacher does not have is dropped, and counted.
     """
-    if all(map(_has_teacher, micro_batches)):
-        return list(micro_batches)
+    if all(map(_has_teacher, batch)):
+        return batch
     assert teacher is not None
-    comparison = comparison_of(algorithm)
-    trajectories = [trajectory for group in groups for trajectory in group]
+    batch = _readable(batch, teacher.model.head.vocabulary)
+    micro_batches, comparison = batch.micro_batches, comparison_of(algorithm)
+    trajectories = [trajectory for group in batch.groups for trajectory in group]
     views = [one if teacher.hint is None else _hinted(teacher, one, trajectories) for one in micro_batches]
     found: list[MicroBatch] = []
     with scoring(teacher.model, adapters=not teacher.base):
         runs = with_prefix_runs(teacher.model, views)
         for micro_batch, (view, run) in zip(micro_batches, runs, strict=True):
-            scored = _scored(teacher.model, micro_batch, view, run, comparison)
+            scored = _scored(teacher.model, micro_batch, view, run, comparison, student.head.vocabulary)
             scored = {name: mx.stop_gradient(array) for name, array in scored.items()}
             mx.eval(scored)  # the pass's activations end here
             found.append(replace(micro_batch, **scored))
-    return found
+    return replace(batch, micro_batches=tuple(found))
+
+
+def _readable(batch: Batch, vocabulary: int) -> Batch:
+    """The batch without what a model of fewer token ids cannot read: sequences end before the first that it lacks."""
+    kept, dropped = list[MicroBatch](), Counter(batch.dropped_tokens)
+    for one in batch:
+        read = mx.cumsum(one.tokens >= vocabulary, axis=1) + (one.prefix >= vocabulary).sum() == 0
+        if read.all().item():
+            kept.append(one)
+            continue
+        lost: list[float] = (one.mask * ~read).sum(axis=1).tolist()  # pyright: ignore
+        dropped.update({number: int(tokens) for number, tokens in zip(one.trajectories, lost, strict=True)})
+        observed = None if one.observation_mask is None else one.observation_mask * read
+        part = replace(one, tokens=mx.where(read, one.tokens, 0), mask=one.mask * read, observation_mask=observed)
+        if rows := np.flatnonzero(np.array(part.mask).any(axis=1)).tolist():
+            kept.append(of_rows(part, rows))
+    return replace(batch, micro_batches=tuple(kept), dropped_tokens=dict(+dropped))
 
 
 def _has_teacher(micro_batch: MicroBatch) -> bool:
@@ -114,9 +133,11 @@ def _has_teacher(micro_batch: MicroBatch) -> bool:
 
 
 def _scored(
-    policy: Policy, micro_batch: MicroBatch, view: MicroBatch, run: PrefixRun | None, comparison: Comparison | None
-) -> dict[str, mx.array]:
-    """What a teacher computes for the sampled tokens of a micro-batch, of which `view` is what it reads."""
+    policy: Policy, micro_batch: MicroBatch, view: MicroBatch, run: PrefixRun | None, comparison: Comparison | None,
+    vocabulary: int,
+) -> dict[str, mx.array]:  # fmt: skip
+    """What a teacher computes for the sampled tokens of a micro-batch, of which `view` is what it reads; vocabulary:
+    the student's."""
 
     def moved(array: mx.array, source: MicroBatch = view, target: MicroBatch = micro_batch) -> mx.array:
         return array if source is target else _moved(array, source, target)
@@ -126,7 +147,7 @@ def _scored(
     if comparison.support == "vocabulary":
         return {"teacher_hidden": moved(hidden_at(policy, view, run))}
     if comparison.support == "teacher":
-        ids, values = top_k(policy, view, comparison.num_top, run)
+        ids, values = top_k(policy, view, comparison.num_top, run, vocabulary)
         return {"top_ids": moved(ids), "teacher_top_logprobs": moved(values)}
     assert micro_batch.top_ids is not None
     ids = moved(micro_batch.top_ids, micro_batch, view)

@@ -11,6 +11,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from mlxrl.algo.reduce import finish
+from mlxrl.errors import UserError
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import scoring
@@ -19,6 +20,9 @@ from mlxrl.policy.prefix import PrefixRun, with_prefix_runs
 from mlxrl.train.gradient import gradient
 from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of, with_teacher
 from mlxrl.types import Algorithm, Batch, Metrics, MicroBatch
+
+ROUNDING = {mx.bfloat16: 0.25, mx.float16: 0.03, mx.float32: 0.02}
+"""Nats a token by which log-probs of equal weights may differ: for float32 on devices that multiply with fewer bits."""
 
 
 def update(
@@ -45,6 +49,7 @@ def update(
         the algorithm's metrics and `grad_norm` (before clipping), `updates/skipped`, `learning_rate`, and
         `sequences/dropped_tokens` where sampled tokens lie beyond the longest sequence.
     """
+    policy.require_trainable("update: policy")
     own = teacher_of(policy, algorithm, teacher)
     return optimizer_step(policy, optimizer, batch, algorithm, own, max_grad_norm, recompute)
 
@@ -83,11 +88,11 @@ def complete(
 
     All come from the function that the loss uses, so that equal weights give equal numbers.
     """
-    found = list(batch.micro_batches)
     if "teacher" in needs:
-        found = with_teacher(teacher, found, algorithm, batch.groups)
+        batch = with_teacher(policy, teacher, batch, algorithm)
+    found = list(batch.micro_batches)
     if "old" in needs and any(one.old_logprobs is None for one in found):
-        with scoring(policy):
+        with scoring(policy, dropout=batch.dropout_seed):
             found = [replace(one, **_old(policy, one, run)) for one, run in with_prefix_runs(policy, found)]
     if "reference" in needs and any(one.reference_logprobs is None for one in found):
         with scoring(policy, adapters=False):
@@ -96,6 +101,30 @@ def complete(
                 for one, run in with_prefix_runs(policy, found)
             ]
     return replace(batch, micro_batches=tuple(found))
+
+
+def require_agreement(policy: Policy, batch: Batch, where: str) -> None:
+    """UserError where a policy's fresh samples have other log-probs in a training pass than when they were drawn.
+
+    Once a policy, on the first micro-batch: a family whose passes are another function than its decoding would learn
+    from samples that are not its own, and the metrics alone would tell.
+    """
+    if policy.memo.get("passes agree") or not len(batch):
+        return
+    one = batch.micro_batches[0]
+    with scoring(policy):
+        gap = mx.abs(logprobs(policy, one, gradient=False).token_logprobs - one.sampler_logprobs) * one.mask
+        mean = float(cast(float, (gap.sum() / one.mask.sum()).item()))
+    parameters = [array.dtype for _, array in leaves(policy.model.parameters())]
+    widest = max((dtype for dtype in ROUNDING if dtype in parameters), key=ROUNDING.__getitem__)
+    if mean > ROUNDING[widest]:
+        raise UserError(
+            where,
+            f"fresh samples of {type(policy.model).__module__} differ by {mean:.3g} nats a token between decoding and "
+            f"the training pass, wanted at most the {ROUNDING[widest]} that {str(widest).removeprefix('mlx.core.')} "
+            "rounds; this family cannot be trained here",
+        )
+    policy.memo["passes agree"] = True
 
 
 def _old(policy: Policy, micro_batch: MicroBatch, run: PrefixRun | None) -> dict[str, mx.array | None]:

@@ -177,7 +177,10 @@ def openclaw(case: Case) -> Results:
 
 
 def surrogate(case: Case) -> Results:
-    """The top-K surrogate on the student's support beside the one-token surrogate with the reward as advantage."""
+    """The top-K surrogate on the student's support beside the one-token surrogate with the reward as advantage.
+
+    The loss is the recipe's, of which the term's own are compared too.
+    """
     hyper = case.hyper
     clip = (hyper["eps_low"], hyper["eps_high"])
     held = (-hyper["log_ratio_clamp"], hyper["log_ratio_clamp"])
@@ -196,11 +199,16 @@ def surrogate(case: Case) -> Results:
         rl = Clipped(clip=clip, log_ratio_clamp=held)(new, new, case["rewards"][:, None], case.mask).loss
         return term.loss(student, batch), rl, term.gap(student, batch)
 
-    def loss(logp: mx.array) -> mx.array:
-        opd, rl, _ = parts(logp)
-        return hyper["w_opd"] * opd + hyper["w_rl"] * rl
+    own = {"k": hyper["K"], "coefficient": hyper["w_opd"], "clip": clip, "gap_clamp": gap_clamp}
+    recipe = made("opd", "openclaw", clip=clip, log_ratio_clamp=held, teacher_surrogate=own)
 
-    value, gradient = from_logits(case, loss, reduce.sequence_mean)
+    def loss(logits: mx.array) -> mx.array:
+        logp = extra.log_softmax(logits)
+        new = Logprobs(extra.gather(logp, case["token_ids"]), top_logprobs=extra.gather(logp, case["support_ids"]))
+        rewarded = replace(batch, advantages=hyper["w_rl"] * case["rewards"][:, None] + zeros)
+        return recipe.loss(new, rewarded, case.totals())[0]
+
+    value, gradient = gradient_of(loss, case["student_logits"])
     opd, rl, gap = parts(extra.log_softmax(case["student_logits"]))
     return {
         "out_loss": value,
