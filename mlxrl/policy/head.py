@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxrl.errors import UserError, exception_line
 from mlxrl.policy.differentiate import after, bound, dropout_key, own_gradient, precomputed, trainable, vjp
 
 Values: TypeAlias = Callable[[mx.array, mx.array], tuple[mx.array, ...]]
@@ -45,7 +46,11 @@ def split(model: nn.Module) -> Head:
         module=lambda: _module(owner),
     )
     probe = mx.array([[0, 1, 2]])
-    wanted = model(probe).astype(mx.float32)
+    try:
+        wanted = model(probe).astype(mx.float32)
+        mx.eval(wanted)  # what MLX refuses it refuses here
+    except Exception as error:  # a model's own code, with a config that its authors have not seen
+        raise UserError(type(model).__module__, f"a forward pass fails: {exception_line(error)}") from error
     with suppress(AttributeError, TypeError, KeyError, ValueError):
         got = head.project(head.trunk(probe)).astype(mx.float32)
         finite = mx.isfinite(wanted)

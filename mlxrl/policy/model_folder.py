@@ -35,22 +35,13 @@ def check_folder(folder: Path) -> None:
         raise ModelError("config.json", f"model_type: wanted a text, got {brief(config.get('model_type'))}")
     if config.get("model_file") is not None:
         raise ModelError("config.json", "model_file: it wants Python of its folder to be run, which is never done")
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ModelError("no weights; wanted files model*.safetensors")
-    if (index := folder / "model.safetensors.index.json").is_file():
-        named = _json(index).get("weight_map")
-        wanted = {str(name) for name in named.values()} if isinstance(named, Mapping) else set[str]()
-        if missing := sorted(wanted - {file.name for file in files}):
-            raise ModelError(
-                f"{len(missing)} of {len(wanted)} files of weights are missing, as {missing[0]}; fetch it again"
-            )
-    arrays = sum(_arrays(file) for file in files)
-    for name, layers in _counts(config):
-        if layers > max(arrays, ANY):
-            raise ModelError(
-                "config.json", f"{name}: wanted at most the {arrays} arrays of its files, got {brief(layers)}"
-            )
+    arrays = sum(map(_arrays, _files(folder)))
+    for name, value in _numbers(config):
+        if name in COUNTS and value > max(arrays, ANY):
+            why = f"{name}: wanted at most the {arrays} arrays of its files, got {brief(value)}"
+            raise ModelError("config.json", why)
+        if name == "group_size" and value < 1:  # MLX divides by it
+            raise ModelError("config.json", f"group_size: wanted at least 1, got {brief(value)}")
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise ModelError("no tokenizer; wanted tokenizer.json")
 
@@ -102,6 +93,20 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _files(folder: Path) -> list[Path]:
+    """A model's files of weights, of which none may be missing."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ModelError("no weights; wanted files model*.safetensors")
+    if (index := folder / "model.safetensors.index.json").is_file():
+        named = _json(index).get("weight_map")
+        wanted = {str(name) for name in named.values()} if isinstance(named, Mapping) else set[str]()
+        if missing := sorted(wanted - {file.name for file in files}):
+            why = f"{len(missing)} of {len(wanted)} files of weights are missing, as {missing[0]}; fetch it again"
+            raise ModelError(why)
+    return files
+
+
 def _arrays(file: Path) -> int:
     """How many arrays a safetensors file has, which is as long as its header says."""
     size = file.stat().st_size
@@ -118,10 +123,10 @@ def _arrays(file: Path) -> int:
     return len(arrays)
 
 
-def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The numbers of layers in a config, of its parts too."""
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """The whole numbers of a config, of its parts too."""
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _counts(value)
-        elif name in COUNTS and isinstance(value, int):
+            yield from _numbers(value)
+        elif isinstance(value, int):
             yield name, value
