@@ -200,9 +200,12 @@ def _near(key: str, known: Mapping[str, Any], table: str = "") -> str:
 
 def _located(config: Config, folder: Path) -> Config:
     """Every path made absolute, so that the config means the same wherever its resolved text lies."""
-    data, teacher, world = config.data, config.teacher, config.environment
+    data, teacher, world, model = config.data, config.teacher, config.environment, config.model
     evaluation = None if data.evaluation is None else _source(data.evaluation, folder, "evaluation")
     data = replace(data, train=_source(data.train, folder, "train"), evaluation=evaluation)
+    model = replace(model, id=_model(model.id, folder))
+    if model.adapter is not None:
+        model = replace(model, adapter=_existing(model.adapter, folder, "model", "adapter", "folder"))
     if teacher.id not in (None, "base"):
         teacher = replace(teacher, id=_model(teacher.id, folder, "teacher"))
     if teacher.adapter is not None:
@@ -214,7 +217,7 @@ def _located(config: Config, folder: Path) -> Config:
     return replace(
         config, data=data, teacher=teacher, environment=world, algorithm=_algorithm(config.algorithm, folder),
         reward=replace(config.reward, functions=functions), run=replace(config.run, sinks=sinks),
-        model=replace(config.model, id=_model(config.model.id, folder)),
+        model=model,
     )  # fmt: skip
 
 

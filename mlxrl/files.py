@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Generator, Mapping
+import shutil
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,32 @@ def replacing(path: Path) -> Generator[Path]:
         _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_all(folder: Path, names: Sequence[str]) -> Generator[Path]:
+    """Yield a temporary folder beside `folder` for files of these names, which are moved to it on success.
+
+    Where `folder` is new or empty all of them appear at once; else they are replaced in their order.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for name in names:
+            with open(temporary / name, "rb") as file:
+                os.fsync(file.fileno())
+        if not folder.exists() or not any(folder.iterdir()):
+            os.replace(temporary, folder)
+        else:
+            for name in names:
+                os.replace(temporary / name, folder / name)
+            _sync(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

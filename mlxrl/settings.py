@@ -43,16 +43,21 @@ class Model:
 
     id: Annotated[Text, says("Hugging Face id, mlx-lm folder, or llama .gguf file")]
     dtype: Annotated[Dtype | None, says("type of the weights; left out, that of the files")] = None
+    adapter: Annotated[Text | None, says("adapter folder of mlx-lm or of a run to go on from, in place of [lora]")] = (
+        None
+    )
 
 
 @checked("lora")
 class LoRA:
     """Low-rank adapters y = W x + scale B A x (arXiv 2106.09685), the only weights that are trained."""
 
-    rank: Annotated[Count, says("rank of B A")] = 8
-    scale: Annotated[Positive, because("at 0 the adapter has no effect"), says("multiplies B A")] = 2.0
+    rank: Annotated[int, Meta(ge=1, le=65536), says("rank of B A")] = 8
+    scale: Annotated[float, Meta(gt=0, le=1e6), because("at 0 the adapter has no effect"), says("multiplies B A")] = 2.0
     dropout: Annotated[float, Meta(ge=0, lt=1), says("share of the adapter's inputs dropped in training")] = 0.0
     keys: Annotated[tuple[Text, ...] | None, says("layers by name; left out, every linear layer of the blocks")] = None
+    layers: Annotated[Count | None, says("so many of the last blocks; left out, all")] = None
+    dora: Annotated[bool, says("DoRA (arXiv 2402.09353): a trained norm for each row of W + scale B A")] = False
 
     def check(self) -> None:
         if self.keys is not None and not self.keys:

@@ -319,7 +319,7 @@ def test_a_reward_that_always_fails_ends_the_run_in_one_line(folder, capsys):
     assert capsys.readouterr().err == "mlxrl: reward 'judge' raised for each of 8 completions: KeyError: 'gold'\n"
     assert manifest(folder)["state"] == "failed"
     assert "Traceback" in read_lines(folder / "out/run/events.jsonl")[-1]["traceback"]
-    assert (folder / "out/run/adapters/adapters.safetensors").exists()
+    assert not (folder / "out/run/adapters").exists()  # no update was made
 
 
 def test_a_sink_that_fails_does_not_end_the_run(folder):
@@ -340,7 +340,7 @@ def test_an_unexpected_error_keeps_its_traceback_and_the_adapter(folder, capsys,
         return real(*arguments, **keywords)
 
     monkeypatch.setattr(loop, "optimizer_step", failing)
-    assert train(folder) == 1
+    assert train(folder, "sampling.temperature=3.0") == 1
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert "[matmul] shapes" in err
@@ -451,7 +451,7 @@ CORRUPT = {
     "a tokenizer cut short": ("tokenizer.json", '{"version": "1.0"', "tokenizer.json"),
     "a template of bytes": ("chat_template.jinja", b"\xff\xfe", "utf-8"),
     "weights of no shape": (
-        "model.safetensors", (60).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": 3}}'.ljust(60), "array",
+        "model.safetensors", (60).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": 3}}'.ljust(60), "whole",
     ),
 }  # fmt: skip
 
@@ -467,6 +467,26 @@ def test_a_models_file_that_is_corrupt_is_one_line(folder, capsys, how):
     assert "/model could not be loaded: " in line
     assert message in line
     assert manifest(folder)["state"] == "failed"
+
+
+def test_a_run_goes_on_from_an_adapter(folder, capsys):
+    assert train(folder, "lora.rank=4", "lora.layers=1", 'lora.keys=["q_proj"]', "steps=1") == 0
+    capsys.readouterr()
+    more = ('model.adapter="out/run/adapters"', 'run.folder="out/more"')
+    assert train(folder, *more, "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert tomllib.loads(out)["lora"] == {
+        "rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"], "layers": 1, "dora": False,
+    }  # fmt: skip
+    assert "# adapters: LoRA rank 4, scale 2, from out/run/adapters" in out
+    assert "# adapted: self_attn.q_proj (Linear 64 x 64), 1 times, 512 parameters" in out
+    assert train(folder, *more, "lora.rank=8", "lora.scale=3") == 2
+    assert "lora: has no effect beside an adapter" in capsys.readouterr().err
+    assert train(folder, *more, "steps=1") == 0
+    assert main(["train", "--config", "out/more/config.toml", "--dry-run", 'run.folder="out/again"']) == 0
+    capsys.readouterr()
+    assert main(["eval", "--config", "run.toml", *more]) == 0
+    assert capsys.readouterr().out.startswith(f"{folder}/out/run/adapters: accuracy ")
 
 
 def test_eval_tells_a_fault_from_an_error(folder, capsys, monkeypatch):

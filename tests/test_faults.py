@@ -63,4 +63,4 @@ def test_a_file_of_weights_that_is_cut_is_one_line(tmp_path):
     done = mlxrl(tmp_path / "run", f'model.id="{tmp_path}/model"')
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "could not be loaded" in done.stderr
+    assert "could not be loaded: model.safetensors: not a whole safetensors file" in done.stderr

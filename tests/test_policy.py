@@ -38,7 +38,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"has no config\.json; wanted an mlx-lm model folder"):
         load(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "no such\\nmodel"}')
-    with pytest.raises(UserError, match="could not be loaded: ") as caught:
+    with pytest.raises(UserError, match="no weights; wanted files model") as caught:
         load(str(tmp_path))
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r'model: dtype: wanted one of "float32", "bfloat16", "float16", got "float8"'):
@@ -70,7 +70,7 @@ def test_an_id_that_was_fetched_before_is_outlined_too(cached):
 
 def test_a_config_that_makes_no_model_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(UserError, match="could not be loaded"):
+    with pytest.raises(UserError, match="no weights; wanted files model"):
         skeleton(str(tmp_path))
 
 

@@ -11,6 +11,7 @@ def command(experiment: Experiment, adapter: str | None) -> int:
     if experiment.config.data.evaluation is None:
         why = "missing key 'evaluation'; wanted the examples to evaluate on"
         raise UserError(experiment.origin.file, "data", why)
+    adapter = adapter or experiment.config.model.adapter
     policy = experiment.load(trained=False, adapter=adapter)
     found = experiment.evaluator(policy)().summary(experiment.config.evaluation.success)
     name, numbers = adapter or "without adapter", f"mean reward {found['mean_reward']:.4f}, {found['n']} examples"

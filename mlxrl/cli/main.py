@@ -90,7 +90,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     train = _command(commands, "train", "train adapters as a config says")
     train.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
     evaluate = _command(commands, "eval", "evaluate on a config's held-out examples")
-    evaluate.add_argument("--adapter", metavar="DIR", help="a saved adapter; without it the model as it is")
+    evaluate.add_argument("--adapter", metavar="DIR", help="a saved adapter; else model.adapter, or none")
     plan = _command(commands, "plan", "measure what memory a config's run needs, and whether it fits; 1 if not")
     plan.add_argument(
         "--fit", action="store_true", help="choose the size of a pass, recomputation and rows so that it fits"

@@ -57,9 +57,9 @@ def _dry_run(experiment: Experiment, chosen: str, found: plan.Plan | str) -> int
     """Print the resolved config and, as comments in it, what would be done."""
     from mlxrl.policy.skeleton import NotHere, outline
 
-    model = experiment.config.model.id
+    model, adapter = experiment.config.model.id, experiment.config.model.adapter
     try:
-        adapted = outline(model, experiment.config.lora)
+        adapted = outline(model, experiment.config.lora, adapter)
     except NotHere:
         adapted = None
     print(experiment.toml())

@@ -1,19 +1,16 @@
-"""LoRA adapters: put on a model, taken off for the reference, merged for decoding, saved and loaded as mlx-lm does."""
+"""LoRA adapters: put on a model, taken off for the reference, merged for decoding."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.errors import UserError, did_you_mean, one_line
-from mlxrl.files import replacing, write_json
+from mlxrl.errors import UserError, did_you_mean
 from mlxrl.policy.differentiate import leaves
 from mlxrl.settings import LoRA
 
@@ -36,36 +33,70 @@ class Adapted:
     parameters: int
 
 
-def adapt(model: Any, lora: LoRA, seed: int = 0) -> None:
+def adapt(model: Any, lora: LoRA, seed: int = 0) -> LoRA:
     """Freeze a model and put adapters on it; afterwards only their leaves are trainable.
 
+    Returns:
+        the settings with the names of what was adapted.
     Raises:
         AdapterError: a key matches nothing; the message lists the names that exist.
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    keys = resolve_keys(model, lora.keys)
+    layers = min(lora.layers or len(model.layers), len(model.layers))
+    keys = resolve_keys(model, lora.keys, layers)
+    _check_layers(model, lora, keys, layers)
     model.freeze()
     config = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys}
-    linear_to_lora_layers(model, len(model.layers), config)
+    linear_to_lora_layers(model, layers, config, use_dora=lora.dora)
     _initialise(model, seed)
     names = [name for name, _ in leaves(model.trainable_parameters())]
     assert names, "no adapter is trainable"
     strangers = [name for name in names if name.rsplit(".", 1)[-1] not in LEAVES]
     assert not strangers, f"trainable parameters outside the adapters: {strangers[:3]}"
+    return replace(lora, keys=tuple(keys))
 
 
-def resolve_keys(model: Any, keys: Sequence[str] | None) -> list[str]:
-    """The names mlx-lm adapts: those given, checked, or every linear layer of the blocks."""
-    block_names = sorted({name for block in model.layers for name in _adaptable(block)})
+def resolve_keys(model: Any, keys: Sequence[str] | None, layers: int) -> list[str]:
+    """The names that mlx-lm adapts in the last blocks: those meant, or every linear layer.
+
+    A key is a name in a block or in the model, or the end of such names: `q_proj` is `self_attn.q_proj`.
+    """
+    block_names = sorted({name for block in model.layers[-layers:] for name in _adaptable(block)})
     if keys is None:
         return [name for name in block_names if name.rsplit(".", 1)[-1] not in ROUTERS]
     known = [*block_names, *(name for name in _adaptable(model) if ".layers." not in f".{name}")]
+    found: dict[str, None] = {}
     for key in keys:
-        if key not in known:
-            hint = f"{did_you_mean(key, known)}; the names are: {', '.join(known)}"
-            raise AdapterError("lora", "keys", f"{key!r} matches no layer{hint}")
-    return list(keys)
+        meant = [key] if key in known else [name for name in known if name.endswith(f".{key}")]
+        if not meant:
+            near = did_you_mean(key, [*known, *(name.rsplit(".", 1)[-1] for name in known)])
+            why = f"{key!r} matches no layer{near}; the names are: {', '.join(known)}"
+            raise AdapterError("lora", "keys", why)
+        found |= dict.fromkeys(meant)
+    return list(found)
+
+
+def _check_layers(model: Any, lora: LoRA, keys: Sequence[str], layers: int) -> None:
+    """AdapterError for a rank that no layer can have, and for layers that cannot have DoRA."""
+    chosen = [dict(block.named_modules()) for block in model.layers[-layers:]] + [dict(model.named_modules())]
+    found = {name: modules[name] for modules in chosen for name in keys if name in modules}
+    if not found:
+        raise AdapterError("lora", "keys", f"wanted a linear layer in the last {layers} blocks, found none")
+    widest = max(min(_outputs_and_inputs(module)) for module in found.values() if "weight" in module)
+    if lora.rank > widest:
+        raise AdapterError(
+            "lora", "rank", f"wanted at most {widest}, the full rank of the widest layer, got {lora.rank}"
+        )
+    kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding)
+    if lora.dora and (name := next((name for name, one in found.items() if not isinstance(one, kinds)), None)):
+        why = f"{name} is a {type(found[name]).__name__}, for which mlx-lm has no DoRA; leave it out of lora.keys"
+        raise AdapterError("lora", "dora", why)
+
+
+def _outputs_and_inputs(module: Any) -> tuple[int, int]:
+    *_, outputs, inputs = module.weight.shape
+    return outputs, inputs * 32 // module.bits if "scales" in module else inputs
 
 
 def _adaptable(module: nn.Module) -> list[str]:
@@ -92,10 +123,15 @@ def adapted(model: nn.Module) -> list[Adapted]:
     for name, module in model.named_modules():
         if (base := base_of(module)) is None:
             continue
-        key = name.split(".layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
+        key = name_in_block(name)
         size = sum(value.size for _, value in leaves(module.trainable_parameters()))
         lines.setdefault((key, type(base).__name__, tuple(base.weight.shape)), []).append(size)
     return [Adapted(*where, len(sizes), sum(sizes)) for where, sizes in sorted(lines.items())]
+
+
+def name_in_block(name: str) -> str:
+    """A layer's name in its block, or in the model where it stands in none."""
+    return name.split(".layers.")[-1].split(".", 1)[-1] if ".layers." in name else name
 
 
 def base_of(module: nn.Module) -> Any | None:
@@ -118,6 +154,17 @@ def without_adapters(model: Any) -> Generator[None]:
         layers += ((container, key, base_of(adapter)) for key, adapter in adapters.items())
     with swapped(layers):
         yield
+
+
+@contextmanager
+def with_leaves(model: nn.Module, values: Mapping[str, mx.array]) -> Generator[None]:
+    """A block in which the adapters have other values, by the leaves' names."""
+    own = [(name, array) for name, array in leaves(model.parameters()) if name in values]
+    try:
+        model.load_weights(list(values.items()), strict=False)
+        yield
+    finally:
+        model.load_weights(own, strict=False)
 
 
 @contextmanager
@@ -209,58 +256,3 @@ def _merge(layers: dict[Any, Any], shared: SharedLoraInput) -> Iterator[tuple[An
     for key, layer in layers.items():
         yield key, MergedLinear(layer.linear, a, layer.scale * layer.lora_b, start, shared)
         start += layer.lora_a.shape[1]
-
-
-def save(model: Any, lora: LoRA, folder: str | Path, source: str) -> None:
-    """Write `adapters.safetensors` and `adapter_config.json` as mlx-lm reads them, each in one piece."""
-    folder = Path(folder)
-    keys = sorted({line.key for line in adapted(model)})
-    config = {
-        "fine_tune_type": "lora",
-        "model": source,
-        "num_layers": len(model.layers),
-        "lora_parameters": {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys},
-    }
-    write_json(folder / "adapter_config.json", config)
-    with replacing(folder / "adapters.safetensors") as temporary:
-        mx.save_safetensors(str(temporary), dict(leaves(model.trainable_parameters())))
-
-
-def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Read the adapter weights of a folder into a model that is adapted in the same way.
-
-    Raises:
-        AdapterError: the folder's tensors are not those of the model's adapters.
-    """
-    path = _file(folder, "adapters.safetensors")
-    try:
-        weights: dict[str, mx.array] = mx.load(str(path))  # pyright: ignore
-    except RuntimeError as error:
-        raise AdapterError(str(path), f"not a whole safetensors file: {one_line(error)}") from error
-    wanted = {name: value.shape for name, value in leaves(model.trainable_parameters())}
-    got = {name: value.shape for name, value in weights.items()}
-    if wanted != got:
-        name, shape = sorted(set(wanted.items()) ^ set(got.items()))[0]
-        difference = f"not the adapter of this model and [lora] table; first difference: {name} {shape}"
-        raise AdapterError(str(path), difference)
-    model.load_weights(list(weights.items()), strict=False)
-    mx.eval(model.trainable_parameters())
-
-
-def read_config(folder: str | Path) -> LoRA:
-    """The LoRA settings of an adapter folder."""
-    path = _file(folder, "adapter_config.json")
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))["lora_parameters"]
-        return LoRA(rank=given["rank"], scale=given["scale"], dropout=given["dropout"], keys=given.get("keys"))
-    except UserError as error:
-        raise error.within(str(path)) from None
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise AdapterError(str(path), f"wanted lora_parameters with rank, scale, dropout, got {error!r}") from error
-
-
-def _file(folder: str | Path, name: str) -> Path:
-    path = Path(folder) / name
-    if not path.is_file():
-        raise AdapterError(str(folder), f"no {name}; wanted a folder that a run or mlx-lm has saved")
-    return path

@@ -1,7 +1,7 @@
 """The modes of a policy: the only context managers that change a model.
 
     with scoring(policy): ...                   log-probs that a loss compares with
-    with scoring(policy, adapters=False): ...   the same of the base model: a reference
+    with scoring(policy, adapters=False): ...   the same of what training began from: a reference
     with training(policy, recompute=True): ...  log-probs whose gradient is taken
     with decoding(policy): ...                  sampling
 
@@ -30,16 +30,20 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl.policy.gated_delta import chunked
-from mlxrl.policy.lora import base_of, merged, without_adapters
+from mlxrl.policy.lora import base_of, merged, with_leaves, without_adapters
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.recompute import memory_efficient, recomputed
 
 
 @contextmanager
 def scoring(policy: Policy, adapters: bool = True, dropout: int | None = None) -> Generator[None]:
-    """Log-probs to compare with, at the policy's weights or without its adapters; dropout: as in `training`."""
+    """Log-probs to compare with, at the policy's weights or those that training began from.
+
+    dropout: as in `training`.
+    """
     model = policy.model
-    base = nullcontext() if adapters else without_adapters(model)
+    began = without_adapters(model) if policy.start is None else with_leaves(model, policy.start)
+    base = nullcontext() if adapters else began
     with _entered(model, "scoring"), base, _differentiable(model, dropout):
         yield
 

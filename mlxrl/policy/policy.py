@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,17 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxrl import settings
-from mlxrl.errors import UserError, message_of, one_line
-from mlxrl.policy import lora as adapters
+from mlxrl.errors import UserError, exception_line, one_line
+from mlxrl.policy import adapter_folder
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.head import Head, split
-from mlxrl.policy.lora import Adapted
+from mlxrl.policy.lora import Adapted, adapt, adapted
+from mlxrl.policy.model_folder import ModelError, check_folder, check_weights, tokenizer_fault
 from mlxrl.policy.prefix import needs_caches, shares_prefix
 from mlxrl.settings import LoRA
 
-
-class ModelError(UserError):
-    """A model that cannot be found or read."""
+REMOTE = "trust_remote_code"
+"""What transformers and mlx-lm ask for, to run code that comes with a model."""
 
 
 class TokenError(UserError):
@@ -36,6 +36,7 @@ class Policy:
     model: an mlx-lm model; tokenizer: mlx-lm's wrapper; head: the model in two parts; lora: None for a frozen model;
     shares_prefix: whether its caches can carry a shared prompt through the gradient; needs_caches: whether passes need
     them for any sequence; source: what it was loaded from.
+    start: the adapters' leaves that training goes on from, by name; None where it begins from the base model.
     memo: what other parts find out or compile once for the model, by the name of what it is.
     """
 
@@ -46,12 +47,13 @@ class Policy:
     shares_prefix: bool
     source: str
     needs_caches: bool = False
+    start: dict[str, mx.array] | None = field(default=None, compare=False, repr=False)
     memo: dict[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
 
     @property
     def adapted(self) -> list[Adapted]:
         """The table of adapted layers."""
-        return adapters.adapted(self.model)
+        return adapted(self.model)
 
     @property
     def trainable_parameters(self) -> int:
@@ -78,15 +80,16 @@ class Policy:
         """Save the adapter in mlx-lm's format: `mlx_lm.generate --adapter-path FOLDER` and `mlx_lm.fuse` read it."""
         if self.lora is None:
             raise ModelError(str(folder), "this policy was loaded without adapters, there is nothing to save")
-        adapters.save(self.model, self.lora, folder, self.source)
+        adapter_folder.save(self.model, self.lora, folder, self.source)
 
 
 def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: str = "", seed: int = 0) -> Policy:
     """Make a policy of an mlx-lm model that is already in memory; adapters are put on it in place."""
+    check_weights(model, source)
     if lora is None:
         model.freeze()
     else:
-        adapters.adapt(model, lora, seed)
+        lora = adapt(model, lora, seed)
     model.eval()
     sharing = shares_prefix(model)
     return Policy(model, tokenizer, split(model), lora, sharing, source, sharing and needs_caches(model))
@@ -105,20 +108,22 @@ def load(
     Args:
         lora: the adapters; None leaves the model frozen, for a reference or a teacher.
         dtype: of the weights; None keeps that of the files. A `.gguf` file is dequantised to it.
-        adapter: a folder saved before, whose weights and settings are taken over.
+        adapter: a folder that a run or mlx-lm has saved, whose weights and settings are taken over in place of `lora`.
         seed: of the adapters' initial values.
     Raises:
         UserError: the model cannot be had, or a key of `lora` matches nothing.
     """
     checked = settings.Model(id=id, dtype=dtype)
-    if adapter is not None:
-        lora = adapters.read_config(adapter)
+    saved = None if adapter is None else adapter_folder.read(adapter)
+    lora = lora if saved is None else adapter_folder.taken_over(lora, saved)
     model, tokenizer = _read(checked.id, None if checked.dtype is None else getattr(mx, checked.dtype))
     loaded = as_policy(model, tokenizer, lora=lora, source=id, seed=seed)
     _require_tokens(loaded)
-    if adapter is not None:
-        adapters.load_weights(model, adapter)
-    return loaded
+    if saved is None:
+        return loaded
+    adapter_folder.warn_of_other_model(saved, id)
+    adapter_folder.fill(model, saved)
+    return replace(loaded, start=dict(saved.weights))
 
 
 def _require_tokens(policy: Policy) -> None:
@@ -159,11 +164,21 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
     if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
         raise ModelError("model", "id", f"no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
     import mlx_lm
+    from mlx_lm.utils import _download  # pyright: ignore
 
     try:
-        loaded: Any = mlx_lm.load(str(path) if path.exists() else id, lazy=lazy, return_config=True)
+        folder = _download(str(path) if path.exists() else id)
+        check_folder(folder)
+        safe = {"trust_remote_code": False}  # left out, transformers asks on a terminal
+        loaded: Any = mlx_lm.load(str(folder), tokenizer_config=safe, lazy=lazy, return_config=True)
+        if fault := tokenizer_fault(loaded[1], loaded[0]):
+            raise ModelError(fault)
+    except ModelError as error:
+        raise error.within("model", "id", f"{id} could not be loaded") from None
     except Exception as error:  # the files may hold anything, and what reads them raises anything
-        raise ModelError("model", "id", f"{id} could not be loaded: {one_line(message_of(error), 300)}") from error
+        line = exception_line(error)
+        line = "it wants Python of its folder to be run, which is never done" if REMOTE in line else line
+        raise ModelError("model", "id", f"{id} could not be loaded: {one_line(line, 300)}") from error
     return loaded
 
 

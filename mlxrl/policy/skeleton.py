@@ -12,8 +12,10 @@ import mlx.nn as nn
 
 from mlxrl.errors import UserError
 from mlxrl.policy import gguf
+from mlxrl.policy.adapter_folder import load_weights
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.lora import Adapted, adapt, adapted
+from mlxrl.policy.model_folder import COUNTS
 from mlxrl.policy.policy import built, folder_of, load_mlx_lm
 from mlxrl.settings import LoRA
 
@@ -21,7 +23,6 @@ FEW, SOME = 2, 6
 """Layers that stand for those of a model with more."""
 ROWS = 251
 """Rows of a vocabulary that are made at random, and repeated: a number that no width is."""
-COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 
 class NotHere(UserError):
@@ -115,10 +116,12 @@ def skeleton(id: str, dtype: str | None = None) -> Skeleton:
     return Skeleton(id, config, model, tokenizer, sum(file.stat().st_size for file in files))
 
 
-def outline(id: str, lora: LoRA) -> list[Adapted]:
-    """What `load` would adapt, without loading weights; errors as of `skeleton`."""
+def outline(id: str, lora: LoRA, adapter: str | None = None) -> list[Adapted]:
+    """What `load` would adapt, without loading weights but those of an adapter; errors as of `skeleton` and `load`."""
     model = skeleton(id).model
     adapt(model, lora)
+    if adapter is not None:
+        load_weights(model, adapter)
     return adapted(model)
 
 

@@ -49,6 +49,7 @@ class Experiment:
     def of(cls, settings: Config, origin: Origin) -> Experiment:
         """Build everything that can be built without a model; ConfigError for the first fault."""
         try:
+            settings = _with_adapter(settings)
             algorithm = _within((), algo.build, settings.algorithm)
             rewards, environment = rewards_of(settings.reward), _environment(settings)
             rewarded = bool(rewards.functions) or gives_rewards(environment)
@@ -81,7 +82,7 @@ class Experiment:
         return text(self.config, self.table)
 
     def load(self, *, trained: bool = True, adapter: str | None = None) -> Policy:
-        """The model with fresh adapters to be trained, with saved ones, or as it is.
+        """The model with the adapters that are trained, with saved ones, or as it is.
 
         Raises:
             UserError: it cannot be had, or its template or tokenizer does not take the prompts or the sampling.
@@ -91,7 +92,7 @@ class Experiment:
         from mlxrl.rollout.stop_rules import rules_of
 
         model, sampling = self.config.model, self.config.sampling
-        lora = self.config.lora if trained else None
+        lora, adapter = (self.config.lora, model.adapter) if trained else (None, adapter)
         policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
         rules_of(policy.tokenizer, sampling)
         for task in (self.tasks if trained else self.held_out) if self.environment is None else ():
@@ -160,6 +161,15 @@ def _table(settings: Config, algorithm: Algorithm) -> Mapping[str, Any]:
         return given
     kept = {name: given[name] for name in ("convention",) if name in given}
     return {"name": algorithm.name, **kept, **algo.arguments_of(algorithm)}
+
+
+def _with_adapter(settings: Config) -> Config:
+    """The config with the [lora] table of the adapter that it goes on from."""
+    if settings.model.adapter is None:
+        return settings
+    from mlxrl.policy.adapter_folder import read, taken_over
+
+    return replace(settings, lora=taken_over(settings.lora, read(settings.model.adapter)))
 
 
 def _environment(settings: Config) -> Factory | None:

@@ -20,6 +20,7 @@ from mlxrl.runs.sinks import Description, Outcome, Sink
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
     from mlxrl.train.evaluate import Evaluation
+    from mlxrl.train.loop import RunState
 
 Busy = Callable[[str], AbstractContextManager[None]]
 
@@ -29,7 +30,7 @@ class Run:
     """A run under way.
 
     sinks: what receives it. busy: the span of something that takes a while, shown to people. lines: what is said of it
-    besides what the experiment says. policy, evaluation: as far as they have come.
+    besides what the experiment says. policy, state, evaluation: as far as they have come.
     """
 
     experiment: Experiment
@@ -39,6 +40,7 @@ class Run:
     busy: Busy
     lines: Sequence[tuple[str, str]] = ()
     policy: Policy | None = None
+    state: RunState | None = None
     evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __call__(self) -> int:
@@ -111,7 +113,7 @@ class Run:
 
         config = self.experiment.config
         updates = config.train.updates_per_rollout * config.train.minibatches
-        state = RunState(make_optimizer(config.optimizer, config.steps, updates))
+        self.state = state = RunState(make_optimizer(config.optimizer, config.steps, updates))
         for step in self.experiment.steps(policy, state):
             done = step.index + 1
             if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
@@ -140,8 +142,8 @@ class Run:
         self.folder.evaluation(self.evaluation)
 
     def _keep(self) -> None:
-        """Save what was learned so far, if there is something."""
-        if self.policy is not None:
+        """Save what was learned so far, if an update was made."""
+        if self.policy is not None and self.state is not None and self.state.optimizer.step.item():
             self.policy.save(self.folder.adapters)
 
     def _end(self, state: str, lines: Sequence[str] = ()) -> None:
@@ -173,9 +175,11 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
     )
     arguments = ", ".join(f"{name}={value!r}" for name, value in table.items() if name != "name" and value is not None)
     parameters = f": {trainable:,} trainable parameters" if trainable else ""
+    kind = "DoRA" if lora.dora else "LoRA"
+    begun = f", from {near(config.model.adapter)}" if config.model.adapter else ""
     lines = [
         ("model", f"{near(config.model.id)}{f' ({config.model.dtype})' if config.model.dtype else ''}"),
-        ("adapters", f"LoRA rank {lora.rank}, scale {lora.scale:g}{parameters}"),
+        ("adapters", f"{kind} rank {lora.rank}, scale {lora.scale:g}{parameters}{begun}"),
         ("data", f"{len(experiment.tasks):,} examples of {near(config.data.train)}{held_out}"),
         ("environment", _environment(experiment)),
         ("reward", ", ".join(near(str(name)) for name in config.reward.functions) or "none"),

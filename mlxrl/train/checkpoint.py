@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.errors import UserError
 from mlxrl.files import replacing, write_json
-from mlxrl.policy.lora import load_weights
+from mlxrl.policy.adapter_folder import load_weights
 from mlxrl.policy.policy import Policy
 from mlxrl.train.loop import RunState
 
