@@ -108,10 +108,10 @@ ROLLOUTS: tuple[dict[str, Any], ...] = (
      "held": True},
     {"kind": "qwen3", "layers": 28, "prompt": 40, "completion": 12, "group": 4, "sizes": QWEN3, "bits": 4,
      "held": True},
-    {"kind": "llama", "layers": 18, "prompt": 210, "completion": 40, "group": 5, "tasks": 4, "held": True},
+    {"kind": "llama", "layers": 18, "prompt": 210, "completion": 40, "group": 5, "tasks": 4},
     {"kind": "llama", "layers": 5, "prompt": 330, "completion": 50, "group": 4, "tasks": 3, "held": True},
     {"kind": "llama", "layers": 16, "prompt": 80, "completion": 60, "group": 6, "tasks": 5, "rows": 12, "held": True},
-    {"kind": "qwen3_5", "layers": 24, "prompt": 450, "completion": 20, "group": 4, "tasks": 3, "held": True},
+    {"kind": "qwen3_5", "layers": 24, "prompt": 450, "completion": 20, "group": 4, "tasks": 3},
     {"kind": "qwen3_5", "layers": 12, "prompt": 50, "completion": 90, "group": 6, "tasks": 2, "bits": 4, "held": True},
     {"kind": "qwen3_moe", "layers": 10, "prompt": 130, "completion": 50, "group": 6, "tasks": 3, "sizes": MORE,
      "held": True},
@@ -122,6 +122,12 @@ ROLLOUTS: tuple[dict[str, Any], ...] = (
     {"kind": "qwen3_5", "layers": 16, "prompt": 50, "completion": 30, "group": 8, "tasks": 2, "turns": 4, "held": True},
     {"kind": "qwen3_moe", "layers": 12, "prompt": 90, "completion": 20, "group": 6, "tasks": 4, "turns": 2, "rows": 12,
      "held": True},
+    {"kind": "qwen3_5", "layers": 20, "prompt": 380, "completion": 24, "group": 5, "tasks": 3, "held": True},
+    {"kind": "qwen3_5", "layers": 28, "prompt": 240, "completion": 30, "group": 3, "tasks": 5, "held": True},
+    {"kind": "llama", "layers": 22, "prompt": 170, "completion": 60, "group": 7, "tasks": 3, "held": True},
+    {"kind": "qwen3_moe", "layers": 18, "prompt": 290, "completion": 30, "group": 4, "tasks": 4, "held": True},
+    {"kind": "llama", "layers": 4, "prompt": 260, "completion": 40, "group": 6, "tasks": 2, "held": True},
+    {"kind": "qwen3", "layers": 14, "prompt": 120, "completion": 70, "group": 4, "tasks": 6, "rows": 12, "held": True},
 )  # fmt: skip
 
 
