@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +49,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` is without the program's name."""
     arguments = _arguments(argv)
+    warnings.showwarning = _warned
     try:
         return _run(arguments)
     except (UserError, OSError) as error:
@@ -55,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
         return 130
+
+
+def _warned(message: Warning | str, *_: object) -> None:
+    """A warning on one line."""
+    print(f"mlxrl: {safe(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _run(arguments: argparse.Namespace) -> int:
