@@ -20,6 +20,7 @@ GRACE = 1.0
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """What a call returned, and what it raised."""
 _running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]] = []
+_starting = threading.Lock()
 
 
 class Late(Exception):
@@ -140,9 +141,11 @@ def _waited(name: str, future: Future[Outcome], timeout: float | None) -> Outcom
 
 def _loop() -> asyncio.AbstractEventLoop:
     """The loop that user code is awaited in, the same from call to call: clients keep to the loop they began in."""
-    if not _running or not _running[0][1].is_alive():
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, daemon=True, name="mlxrl loop")
-        thread.start()
-        _running[:] = [(loop, thread)]
-    return _running[0][0]
+    with _starting:
+        current = _running[0] if _running else None
+        if current is None or not current[1].is_alive():
+            loop = asyncio.new_event_loop()
+            current = loop, threading.Thread(target=loop.run_forever, daemon=True, name="mlxrl loop")
+            current[1].start()
+            _running[:] = [current]
+        return current[0]

@@ -108,7 +108,8 @@ def test_every_setting_arrives(folder, monkeypatch):
     spy(evaluate, "evaluate", Evaluation(()))
     spy(loop, "run", iter(()))
     spy(optimizer, "make_optimizer", None)
-    spy(chat, "render", None)
+    spy(chat, "render", ())
+    spy(chat, "check_thinking", None)
     spy(stop_rules, "rules_of", None)  # the model does not think
     settings = {
         "seed": 5, "steps": 7, "model.dtype": '"float16"', "lora.rank": 3, "lora.scale": 1.5, "lora.dropout": 0.25,

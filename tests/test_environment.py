@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import pytest
 
@@ -231,3 +234,51 @@ def test_the_protocol_need_not_be_inherited():
         assert handle.step("!").done
     assert gives_rewards(Defaults)
     assert not gives_rewards(None)
+
+
+class Later:
+    """Its methods are async, and those of an episode share one loop with those of others."""
+
+    loops: ClassVar[set[object]] = set()
+    closed: ClassVar[list[str]] = []
+
+    async def reset(self, task):
+        self.task = task
+        self.loops.add(asyncio.get_running_loop())
+        return task.prompt
+
+    async def step(self, reply):
+        await asyncio.sleep(60 if self.task.prompt == "hangs" else 0)
+        if self.task.prompt == "raises":
+            raise OSError("gone")
+        return Feedback(done=True, reward=1.0)
+
+    async def close(self):
+        self.closed.append(self.task.prompt)
+
+
+def test_async_environments_are_awaited_within_their_time():
+    def made():
+        return Later()
+
+    groups = play(brief_policy(), partial(made), tasks=[Task("well"), Task("hangs"), Task("raises")], timeout=0.3)
+    assert [(one.stop, one.reward) for one in groups[0]] == [("done", 1.0)] * 2
+    assert {one.error for one in groups[1]} == {"step: no answer in 0.3 s"}
+    assert all(one.error.startswith("step: OSError: gone (tests/test_environment.py, line ") for one in groups[2])
+    assert len(Later.loops) == 1
+    assert sorted(Later.closed) == ["hangs"] * 2 + ["raises"] * 2 + ["well"] * 2
+
+
+def test_an_answer_of_the_assistant_is_continued_and_what_failed_besides_is_counted():
+    class Begins(Bare):
+        def step(self, reply):
+            return Feedback([{"role": "assistant", "content": [{"type": "text", "text": "So"}]}], fault="no\ndisk")
+
+    p = brief_policy()
+    groups = play(p, Begins, tasks=TASKS[:1], max_turns=2)
+    for one in every(groups):
+        assert p.tokenizer.decode(list(one.turns[1].observation)).endswith("<assistant>So")
+        assert [turn.fault for turn in one.turns] == ["no disk", "no disk"]
+    step = Step(0, {}, groups)
+    assert step.metrics["episodes/faults"] == 4
+    assert "in 4 turns something failed besides the model, the first: no disk" in step.warnings

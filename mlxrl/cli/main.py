@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` is without the program's name."""
     arguments = _arguments(argv)
-    warnings.showwarning = _warned
+    warnings.formatwarning = _warning_line
     try:
         return _run(arguments)
     except (UserError, OSError) as error:
@@ -59,9 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _warned(message: Warning | str, *_: object) -> None:
-    """A warning on one line."""
-    print(f"mlxrl: {safe(' '.join(str(message).split()))}", file=sys.stderr)
+def _warning_line(message: Warning | str, *_: object) -> str:
+    return f"mlxrl: {safe(' '.join(str(message).split()))}\n"
 
 
 def _run(arguments: argparse.Namespace) -> int:
