@@ -103,7 +103,7 @@ def test_settings_that_mean_nothing_are_refused() -> None:
             Tools([add], timeout=seconds)
     with pytest.raises(ValueError, match=r"wanted a list of functions, got a function; write Tools\(\[add\]\)"):
         Tools(add)  # pyright: ignore
-    with pytest.raises(ValueError, match='role: wanted one of system, .*, got "tol"'):
+    with pytest.raises(ValueError, match=r'role: wanted one of system, .*, got "tol"'):
         Tools([add], role="tol")
     with pytest.raises(ValueError, match=r"parser: wanted a name of mlx_lm.tool_parsers or a Parser, got 5"):
         Tools([add], parser=5)  # pyright: ignore
@@ -261,7 +261,8 @@ def test_nothing_in_a_block_of_thinking_is_a_call() -> None:
     drafted, made = call("add", a=1), call("add", a=2)
     for reply, thinking, answers in (
         (f"hm {drafted}</think>no", True, []), (f"hm {drafted}", True, []), (f"{made}<think>{drafted}", False, ["3"]),
-        (f"<think>{drafted}</think>{made}", False, ["3"]), (f"{drafted}</think>{made}", True, ["3"]), (made, False, ["3"]),
+        (f"<think>{drafted}</think>{made}", False, ["3"]), (f"{drafted}</think>{made}", True, ["3"]),
+        (made, False, ["3"]),
     ):  # fmt: skip
         tools = environment(add)
         tools.prepare(tokenizer())
