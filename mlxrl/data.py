@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from mlxrl.errors import UserError, brief, did_you_mean, one_line
+from mlxrl.files import StrictError, is_deep, strict_json
+from mlxrl.messages import checked_text, messages_of, text_messages
 from mlxrl.types import Message, Task
 
-Source: TypeAlias = str | Path | Sequence[Mapping[str, Any]]
+Source: TypeAlias = str | Path | Iterable[Mapping[str, Any] | Task]
 RESERVED = ("prompts", "completions")
 """Keywords that every reward function gets; a column of that name could not reach it."""
 
@@ -34,9 +35,10 @@ def tasks(
     """Read a dataset as tasks.
 
     Args:
-        source: a .jsonl file, a .json file (a list of objects), a folder with train.jsonl, a list of dicts, or
-            "hf:NAME", "hf:NAME:CONFIG", "hf:NAME:CONFIG:SPLIT" of the `datasets` package (split "train" if left out).
-        prompt: column that holds a text, or a list of chat messages.
+        source: a .jsonl file, a .json file (a list of objects), a folder with train.jsonl, or
+            "hf:NAME", "hf:NAME:CONFIG", "hf:NAME:CONFIG:SPLIT" of the `datasets` package (split "train" if left out);
+            dicts in a list, a generator or a data frame. Tasks among them stay as they are.
+        prompt: column that holds a text, a list of chat messages, or a list of token ids.
         system: a system message put before every prompt. It turns text prompts into messages, so completions
             reach the rewards as messages too.
         limit: the first so many examples; None for all.
@@ -47,11 +49,25 @@ def tasks(
     """
     if limit is not None and limit < 1:
         raise DataError("data", "limit", f"wanted at least 1 example, got {limit}")
+    checked_text("data: system", system or "")
     found = [_task(where, example, prompt, columns, system) for where, example in islice(_examples(source), limit)]
     if not found:
-        where = str(source) if isinstance(source, str | Path) else "the list"
+        where = str(source) if isinstance(source, str | Path) else "data"
         raise DataError(where, "wanted at least one example, got none")
     return found
+
+
+def as_tasks(given: Sequence[Task] | Source) -> Sequence[Task]:
+    """Tasks as they are; anything else as `tasks` reads it, with its prompts in the column "prompt"."""
+    made: Any = given
+    return made if isinstance(given, list | tuple) and all(isinstance(one, Task) for one in made) else tasks(made)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is none: null, an empty text, NaN."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def cycle(tasks: Sequence[Task], n: int, seed: int = 0, start: int = 0) -> Iterator[list[Task]]:
@@ -87,7 +103,15 @@ def _examples(source: Source) -> Iterator[tuple[str, Any]]:
         return _hugging_face(source)
     if isinstance(source, str | Path):
         return _file(Path(source).expanduser())
-    return ((f"example {number}", example) for number, example in enumerate(source, 1))
+    rows: Any = source  # whatever its hint says
+    for name in ("to_dicts", "to_pylist"):  # polars, pyarrow
+        rows = getattr(rows, name)() if hasattr(rows, name) else rows
+    if hasattr(rows, "itertuples"):  # pandas
+        rows = rows.to_dict("records")
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        got = f"a {type(source).__name__}"
+        raise DataError("data", f"wanted the name of a file, or a list of dicts, one for each example, got {got}")
+    return ((f"example {number}", example) for number, example in enumerate(rows, 1))
 
 
 def _file(path: Path) -> Iterator[tuple[str, Any]]:
@@ -119,10 +143,12 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parsed(where: str, text: bytes) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        return strict_json(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(where, f"wanted UTF-8, got byte 0x{text[error.start]:02x}") from None
-    except (ValueError, RecursionError) as error:
+    except StrictError as error:
+        raise DataError(where, str(error)) from None
+    except ValueError as error:
         raise DataError(where, f"wanted JSON, got {one_line(text.decode(), 60)!r} ({error})") from None
 
 
@@ -142,9 +168,13 @@ def _hugging_face(source: str) -> Iterator[tuple[str, Any]]:
 
 
 def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], system: str | None) -> Task:
+    if isinstance(example, Task):
+        return example
     if not isinstance(example, Mapping):
         raise DataError(where, f"wanted an object with a column {prompt!r}, got {brief(example)}")
-    values: dict[str, Any] = {str(name): value for name, value in example.items()}
+    if is_deep(example):
+        raise DataError(where, "wanted an object, got one nested too deeply")
+    values: dict[str, Any] = {str(name): _plain(value) for name, value in example.items()}
     for name, wanted_by in {prompt: "the prompt", **{old: f"{new!r}" for new, old in columns.items()}}.items():
         if name not in values:
             there_are = f"{', '.join(values) or 'none'}{did_you_mean(name, values)}"
@@ -154,32 +184,34 @@ def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], sys
     kept |= {new: values[old] for new, old in columns.items()}
     if taken := next((name for name in RESERVED if name in kept), None):
         raise DataError(where, f"column {taken!r} has the name of a keyword of rewards; rename it in data.columns")
-    return Task(_prompt(f"{where}: {prompt}", values[prompt], system), kept)
+    try:
+        return Task(_prompt(values[prompt], system), kept, where)
+    except UserError as error:
+        raise DataError(where, prompt, *error.parts) from None
 
 
-def _prompt(where: str, value: Any, system: str | None) -> str | tuple[Message, ...]:
+def _plain(value: Any) -> Any:
+    """A value with the numbers and arrays of NumPy in it as those of Python."""
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _prompt(value: Any, system: str | None) -> str | tuple[Message, ...] | tuple[int, ...]:
     if isinstance(value, str):
         if not value.strip():
-            raise DataError(where, "wanted a text, got an empty one")
-        if system is None:
-            return value
-        return ({"role": "system", "content": system}, {"role": "user", "content": value})
+            raise DataError("wanted a text, got an empty one")
+        checked_text("", value)
+        return value if system is None else text_messages(value, system)
     if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise DataError(where, f"wanted a text or a list of messages, got {brief(value)}")
-    return _with_system(where, tuple(_message(where, message) for message in value), system)
-
-
-def _message(where: str, message: Any) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-        raise DataError(where, f"wanted messages with 'role' and 'content', got {brief(message)}")
-    return dict(message)
-
-
-def _with_system(where: str, messages: tuple[Message, ...], system: str | None) -> tuple[Message, ...]:
-    if not messages:
-        raise DataError(where, "wanted at least one message, got an empty list")
-    if system is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise DataError(where, "the example has a system message of its own; leave data.system out")
-    return ({"role": "system", "content": system}, *messages)
+        raise DataError(f"wanted a text or a list of messages, got {brief(value)}")
+    if value and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value):
+        if system is not None:
+            raise DataError("the prompt is token ids, which take no system message; leave data.system out")
+        return tuple(value)
+    messages = messages_of(value)
+    if system is not None and messages[0]["role"] == "system":
+        raise DataError("the example has a system message of its own; leave data.system out")
+    return messages if system is None else ({"role": "system", "content": system}, *messages)

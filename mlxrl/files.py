@@ -11,6 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+DEPTH = 100
+"""Lists and objects inside one another at most: what copies or writes a value calls itself for each."""
+
+
+class StrictError(ValueError):
+    """JSON that is not strict, or nested too deeply. Its text is what is wrong with it."""
+
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
@@ -89,6 +96,49 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return [record for line in raw.split(b"\n") if (record := _record(line)) is not None]
 
 
+def strict_json(text: str) -> Any:
+    """A value of JSON; ValueError where it is none.
+
+    Raises:
+        StrictError: a key stands twice in an object, a number is not finite, or it is nested deeper than DEPTH.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_not_finite, parse_float=_finite)
+    except RecursionError:
+        raise StrictError("wanted JSON, got one nested too deeply") from None
+    if is_deep(value):
+        raise StrictError("wanted JSON, got one nested too deeply")
+    return value
+
+
+def is_deep(value: Any) -> bool:
+    """Whether a value is nested deeper than DEPTH."""
+    level = {id(value): value}
+    for _ in range(DEPTH):
+        if not level:
+            return False
+        inner = (one.values() if isinstance(one, Mapping) else one for one in level.values()
+                 if isinstance(one, Mapping | list | tuple))  # fmt: skip
+        level = {id(item): item for items in inner for item in items}
+    return bool(level)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise StrictError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return made
+
+
+def _not_finite(text: str) -> Any:
+    raise StrictError(f"wanted JSON, got {text}")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _not_finite(text)
+
+
 def plain(value: Any) -> Any:
     """A value as JSON can hold it: numbers that are not finite become null, tuples lists."""
     if isinstance(value, float):
@@ -101,7 +151,7 @@ def plain(value: Any) -> Any:
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

@@ -217,6 +217,8 @@ class Teacher:
         for name in ("dtype", "adapter"):
             if self.id in (None, "base") and getattr(self, name) is not None:
                 raise SettingError(name, "has no effect, because teacher.id names no model to be loaded")
+        if self.thinking is not None and self.hint is None:
+            raise SettingError("thinking", "has no effect without a hint")
 
 
 @checked("train")

@@ -27,10 +27,19 @@ TopIds: TypeAlias = Annotated[mx.array, "int B T K"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset row: what to ask, and the columns that reach the rewards by name."""
+    """One dataset row: what to ask, and the columns that reach the rewards by name.
 
-    prompt: str | tuple[Message, ...]
+    prompt: a text, messages, or token ids. where: what it was read from, as a file and line.
+    """
+
+    prompt: str | tuple[Message, ...] | tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    where: str = field(default="", compare=False, repr=False)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages of a prompt that has some."""
+        return tuple(one for one in self.prompt if isinstance(one, Mapping))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ class Turn:
     text: the tokens as text, special tokens left out. It is for rewards and people, never encoded again.
     details: what else belongs to the tokens.
     state: names the situation in which the action was taken.
-    reward: of the action, less what an invalid one costs; invalid: see `Feedback`.
+    reward: of the action, less what an invalid one costs; invalid, fault: see `Feedback`.
     observation_text: what an environment answered before the action, as text for people.
     history_rewritten: whether the observation is a whole new prompt, because the chat template has rewritten earlier
         messages: the turns from here on are a sequence of their own.
@@ -79,6 +88,7 @@ class Turn:
     invalid: bool = False
     history_rewritten: bool = False
     new_suffix: int = 0
+    fault: str = ""
 
     @property
     def num_sampled(self) -> int:
@@ -243,6 +253,7 @@ class Feedback:
     reward: of the action that was just taken. done: whether the episode ends with it.
     state: names the situation in which the next action is taken: equal states of a task's attempts are compared.
     invalid: whether the action could not be taken, as a tool call that cannot be read.
+    fault: what failed besides the model, as a tool that raised, in one line for people; it is counted.
     """
 
     observation: str | tuple[Message, ...] = ""
@@ -250,16 +261,19 @@ class Feedback:
     done: bool = False
     state: Hashable | None = None
     invalid: bool = False
+    fault: str = ""
 
 
 class Environment(Protocol):
     """What answers the model in one trajectory: a factory makes one for each, and no base class is needed.
 
-    Its methods run in threads, one call at a time, and its task is a copy of its own. What it may have besides:
+    Its methods run in threads, one call at a time, and its task is a copy of its own. They may be async: then they are
+    awaited in a loop of mlxrl's own. What it may have besides:
 
         stop = ()               texts that end an action where they are complete, looked at before each action
         tools = ()              schemas of functions that the chat template describes to the model, read after `reset`
         special_tokens = False  whether a reply has its special tokens written out
+        thinking = False        where it is there, set before each action: whether that begins in a block of thinking
         close()                 called once its episode has ended, however it ended
 
     What a factory that is an object may have:
@@ -268,8 +282,8 @@ class Environment(Protocol):
         earns = True            whether its environments give rewards
     """
 
-    def reset(self, task: Task) -> str | Sequence[Message]:
-        """Begin at a task; returns what the model reads first: the text of a user message, or messages."""
+    def reset(self, task: Task) -> str | Sequence[Message] | Sequence[int]:
+        """Begin at a task; returns what the model reads first: the text of a user message, messages, or token ids."""
         ...
 
     def step(self, reply: str) -> Feedback:

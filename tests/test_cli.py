@@ -108,7 +108,8 @@ def test_every_setting_arrives(folder, monkeypatch):
     spy(evaluate, "evaluate", Evaluation(()))
     spy(loop, "run", iter(()))
     spy(optimizer, "make_optimizer", None)
-    spy(chat, "render", None)
+    spy(chat, "render", ())
+    spy(chat, "check_thinking", None)
     spy(stop_rules, "rules_of", None)  # the model does not think
     settings = {
         "seed": 5, "steps": 7, "model.dtype": '"float16"', "lora.rank": 3, "lora.scale": 1.5, "lora.dropout": 0.25,
@@ -501,3 +502,21 @@ def test_eval_tells_a_fault_from_an_error(folder, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "sample", broken)
     with pytest.raises(ValueError, match=r"\[matmul\] shapes"):
         main(["eval", "--config", "run.toml"])
+
+
+def test_prompts_that_fill_the_context_are_told_by_every_command(folder, capsys):
+    rows = read_lines(EXAMPLE / "train.jsonl")[:4]
+    rows[1]["question"] = "1+" * 400 + "1=?"
+    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = "long.jsonl: line 2: a prompt of 806 tokens does not fit the context of 512; 1 of 4 are left out"
+    long = ["data.train=long.jsonl", "steps=1"]
+    assert train(folder, *long, "--dry-run") == 0
+    assert line in capsys.readouterr().out
+    assert main(["plan", "--config", "run.toml", *long]) == 0
+    assert line in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="does not fit"):
+        assert train(folder, *long) == 0
+    assert json.loads((folder / "out/run/metrics.jsonl").read_text())["prompts/left_out"] == 1
+    with pytest.warns(UserWarning, match="does not fit"):
+        assert main(["eval", "--config", "run.toml", "data.evaluation=long.jsonl"]) == 0
+    assert " 3 examples" in capsys.readouterr().out

@@ -5,9 +5,10 @@ import sys
 import types
 from itertools import islice
 
+import numpy as np
 import pytest
 
-from mlxrl.data import cycle, tasks
+from mlxrl.data import as_tasks, cycle, is_missing, tasks
 from mlxrl.types import Task
 
 ROWS = [{"question": "1+1", "solution": "2", "level": 3}, {"question": "2+2", "solution": "4", "level": 5}]
@@ -63,9 +64,28 @@ def test_system_makes_messages_of_texts_and_stands_before_messages():
         ('{"prompt": 3}', "line 1: prompt: wanted a text or a list of messages, got 3"),
         ('{"prompt": null}', r"line 1: prompt: wanted a text or a list of messages, got nothing \(null\)"),
         ('{"prompt": []}', "line 1: prompt: wanted at least one message, got an empty list"),
-        ('{"prompt": [{"role": "user"}]}', "line 1: prompt: wanted messages with 'role' and 'content'"),
+        ('{"prompt": [{"role": "user"}]}', "prompt: message 1: content: wanted a text or a list of text parts, got"),
+        ('{"prompt": "x"}\n{"prompt": "a", "prompt": "b"}', "line 2: 'prompt' stands twice"),
+        ('{"prompt": "x", "answer": {"a": 1, "a": 1}}', "line 1: 'a' stands twice"),
+        ('{"prompt": "x", "answer": NaN}', "line 1: wanted JSON, got NaN"),
+        ('{"prompt": "x", "answer": [-Infinity]}', "line 1: wanted JSON, got -Infinity"),
+        ('{"prompt": "x", "answer": 1e999}', "line 1: wanted JSON, got 1e999"),
+        ('{"prompt": "x", "answer": ' + "[" * 101 + "]" * 101 + "}", "line 1: wanted JSON, got one nested too deeply"),
+        ("[" * 100_000 + "]" * 100_000, "line 1: wanted JSON, got one nested too deeply"),
+        ('{"prompt": [{"role": "user", "content": null}]}', r"content: wanted .*, got nothing \(null\)"),
+        ('{"prompt": [{"role": "user", "content": 5}]}', "content: wanted a text or a list of text parts, got 5"),
+        ('{"prompt": [{"role": "user", "content": {"a": 1}}]}', 'content: wanted .*, got {"a": 1}'),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "part 1: wanted a part with a text, got {"),
+        ('{"prompt": [{"role": "", "content": "x"}]}', 'role: wanted system, user, assistant or tool, got ""'),
+        ('{"prompt": [{"role": "usr", "content": "x"}]}', "got \"usr\"; did you mean 'user'?"),
+        ('{"prompt": "a\\ud800"}', r"line 1: prompt: wanted Unicode, got the lone surrogate '\\ud800'"),
+        ('{"prompt": [{"role": "user", "content": "a\\udfff"}]}', "message 1: content: wanted Unicode, got the lone"),
+        ('{"prompt": [{"role": "assistant", "tool_calls": [5]}]}', r"tool_calls: wanted a list of calls, got \[5\]"),
+        ('{"prompt": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}',
+         r"arguments: wanted an object, got \"\[1\]\""),
+        ('{"prompt": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', "wanted the answers of its tool_calls"),
         ('{"prompt": "x", "completions": 1}', "line 1: column 'completions' has the name of a keyword"),
-        ("[" * 100_000, r"line 1: wanted JSON, got '\[\[.*\.\.\.' \(maximum recursion depth"),
+        ("[" * 100_000, "line 1: wanted JSON, got one nested too deeply"),
     ],
 )  # fmt: skip
 def test_a_fault_names_file_line_wanted_and_got(tmp_path, content, message):
@@ -84,6 +104,65 @@ def test_every_column_stays_that_of_the_prompt_too():
     assert tasks([{"chat": messages, "n": 1}], "chat")[0].columns == {"chat": messages, "n": 1}
     assert tasks([{"question": "1+1"}], "question", text="question")[0].columns == {"text": "1+1"}
     assert tasks([{"prompts": "1+1", "n": 1}], "prompts") == [Task("1+1", {"n": 1})]
+
+
+def test_messages_have_a_text_each_and_calls_an_object():
+    """Parts are joined; a call's arguments may be a text of JSON or null; nulls of a table are left out."""
+    parts = [{"type": "text", "text": "what is "}, "1+0?"]
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = {"role": "assistant", "tool_calls": [call, {"name": "now", "arguments": None}], "content": None}
+    messages = [{"role": "user", "content": parts, "name": None}, said, {"role": "tool", "content": "1"}]
+    first, second, _ = tasks([{"prompt": messages}])[0].prompt
+    assert first == {"role": "user", "content": "what is 1+0?"}
+    assert second["content"] == ""
+    assert [call.get("function", call)["arguments"] for call in second["tool_calls"]] == [{"a": 1}, {}]
+    assert call["function"]["arguments"] == '{"a": 1}'  # the example is not changed
+
+
+class Frame:
+    """As a data frame of pandas."""
+
+    def __init__(self, rows):
+        self.rows, self.itertuples = rows, None
+
+    def to_dict(self, orient):
+        assert orient == "records"
+        return self.rows
+
+
+def test_rows_may_come_from_generators_and_frames_and_hold_values_of_numpy():
+    row = {"prompt": np.str_("1+1"), "answer": np.int64(2), "scores": np.array([[1.5], [2.0]])}
+    wanted = [Task("1+1", {"prompt": "1+1", "answer": 2, "scores": [[1.5], [2.0]]})]
+    for source in ([row], (row for _ in range(1)), Frame([row]), as_tasks(iter([row])), as_tasks(iter(wanted))):
+        assert as_tasks(source) == wanted
+    assert type(tasks([row])[0].columns["answer"]) is int
+    chat = np.array([{"role": "user", "content": "hi"}], dtype=object)
+    assert tasks([{"prompt": chat}])[0].prompt == ({"role": "user", "content": "hi"},)
+    assert as_tasks(wanted) is wanted
+    for source in ({"prompt": ["a"]}, 5, None):
+        with pytest.raises(
+            ValueError, match="data: wanted the name of a file, or a list of dicts, one for each example"
+        ):
+            tasks(source)
+    with pytest.raises(ValueError, match="example 1: wanted an object with a column 'prompt', got 5"):
+        tasks([5])
+
+
+def test_token_ids_may_be_a_prompt():
+    assert tasks([{"prompt": np.array([4, 7])}])[0].prompt == (4, 7)
+    with pytest.raises(ValueError, match="token ids, which take no system message"):
+        tasks([{"prompt": [4, 7]}], system="Be brief.")
+    for ids in ([4, -7], [4, True], [4, "a"]):
+        with pytest.raises(
+            ValueError, match="example 1: prompt: message 1: wanted an object with 'role' and 'content'"
+        ):
+            tasks([{"prompt": ids}])
+
+
+def test_a_task_knows_where_it_was_read(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    assert [task.where for task in tasks(path, "question")] == [f"{path}: line 1", f"{path}: line 2"]
+    assert [is_missing(value) for value in (None, " ", float("nan"), 0, False, "0", [])] == [True] * 3 + [False] * 4
 
 
 def test_columns_may_have_names_that_are_no_keywords():

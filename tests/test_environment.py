@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import pytest
 
@@ -61,7 +64,8 @@ FAULTS = {
     "done": "step: TypeError: done: wanted True or False, got 1",
     "invalid": 'step: TypeError: invalid: wanted True or False, got "no"',
     "mute": "step: Mute: its message cannot be shown",
-    "content": "step: KeyError",
+    "content": "step: TypeError: an observation: message 1: content: wanted a text or a list of text parts, "
+    'got "Mute()"',
 }
 
 
@@ -88,7 +92,7 @@ def test_one_that_fails_ends_its_own_episode():
     for group in groups[1:]:
         name = group[0].task.prompt
         for one in group:
-            assert (one.stop, one.error) == ("error", FAULTS[name])
+            assert (one.stop, one.error.partition(" (tests")[0]) == ("error", FAULTS[name])
             assert math.isnan(one.reward)
             assert len(one.turns) == (0 if name in ("reset", "prompt") else 2)
     assert all(len(one.turns) == 3 and not one.error and one.reward > 0 for one in groups[0])
@@ -99,16 +103,15 @@ def test_one_that_fails_ends_its_own_episode():
     step = Step(0, {}, groups)
     assert (step.metrics["episodes/errors"], step.metrics["episodes/close_errors"]) == (28, 0)
     assert (step.metrics["stops/error"], step.metrics["rewards/unscored"]) == (28 / 30, 0)
-    failed = f"28 episodes ended because their environment failed, the first: {FAULTS['reset']}"
-    assert step.warnings == (failed,)
+    failed = f"28 episodes ended because their environment failed, the first: {FAULTS['reset']} (tests/"
+    assert [line.startswith(failed) for line in step.warnings] == [True]
     for recipe in (algo.rloo(), algo.grpo(), algo.gigpo()):
         assert {row for part in make_batch(groups, recipe) for row in part.trajectories} <= {0, 1}
 
 
 def test_where_all_fail_it_is_said_in_a_line():
-    with pytest.raises(
-        EpisodeError, match=r"^environment: failed in each of 2 episodes: reset: RuntimeError: no world$"
-    ):
+    line = r"failed in each of 2 episodes: reset: RuntimeError: no world \(tests/test_environment.py, line \d+\)$"
+    with pytest.raises(EpisodeError, match=line):
         play(brief_policy(), Failing, tasks=[Task("reset")])
 
     def broken():
@@ -195,14 +198,14 @@ def test_what_fails_or_hangs_in_closing_is_reported_and_not_waited_for_again(mon
         return Step(0, {}, play(p, factory, tasks=TASKS[:1]))
 
     def errors(factory):
-        return [one.close_error for one in every(played(factory).groups)]
+        return [one.close_error.partition(" (tests")[0] for one in every(played(factory).groups)]
 
     p = brief_policy()
     assert played(Bare).metrics["episodes/close_errors"] == 0
     torn = played(Torn)
-    assert [one.close_error for one in every(torn.groups)] == ["close: OSError: gone"] * 2
+    assert [one.close_error.partition(" (tests")[0] for one in every(torn.groups)] == ["close: OSError: gone"] * 2
     assert torn.metrics["episodes/close_errors"] == 2
-    assert torn.warnings == ("2 environments could not be closed, the first: close: OSError: gone",)
+    assert torn.warnings[0].startswith("2 environments could not be closed, the first: close: OSError: gone (tests/")
     assert errors(Stuck) == ["close: no answer in 0.6 s"] * 2
     assert errors(Stuck) == ["close: no answer in 0.2 s"] * 2
     free.set()
@@ -231,3 +234,51 @@ def test_the_protocol_need_not_be_inherited():
         assert handle.step("!").done
     assert gives_rewards(Defaults)
     assert not gives_rewards(None)
+
+
+class Later:
+    """Its methods are async, and those of an episode share one loop with those of others."""
+
+    loops: ClassVar[set[object]] = set()
+    closed: ClassVar[list[str]] = []
+
+    async def reset(self, task):
+        self.task = task
+        self.loops.add(asyncio.get_running_loop())
+        return task.prompt
+
+    async def step(self, reply):
+        await asyncio.sleep(60 if self.task.prompt == "hangs" else 0)
+        if self.task.prompt == "raises":
+            raise OSError("gone")
+        return Feedback(done=True, reward=1.0)
+
+    async def close(self):
+        self.closed.append(self.task.prompt)
+
+
+def test_async_environments_are_awaited_within_their_time():
+    def made():
+        return Later()
+
+    groups = play(brief_policy(), partial(made), tasks=[Task("well"), Task("hangs"), Task("raises")], timeout=0.3)
+    assert [(one.stop, one.reward) for one in groups[0]] == [("done", 1.0)] * 2
+    assert {one.error for one in groups[1]} == {"step: no answer in 0.3 s"}
+    assert all(one.error.startswith("step: OSError: gone (tests/test_environment.py, line ") for one in groups[2])
+    assert len(Later.loops) == 1
+    assert sorted(Later.closed) == ["hangs"] * 2 + ["raises"] * 2 + ["well"] * 2
+
+
+def test_an_answer_of_the_assistant_is_continued_and_what_failed_besides_is_counted():
+    class Begins(Bare):
+        def step(self, reply):
+            return Feedback([{"role": "assistant", "content": [{"type": "text", "text": "So"}]}], fault="no\ndisk")
+
+    p = brief_policy()
+    groups = play(p, Begins, tasks=TASKS[:1], max_turns=2)
+    for one in every(groups):
+        assert p.tokenizer.decode(list(one.turns[1].observation)).endswith("<assistant>So")
+        assert [turn.fault for turn in one.turns] == ["no disk", "no disk"]
+    step = Step(0, {}, groups)
+    assert step.metrics["episodes/faults"] == 4
+    assert "in 4 turns something failed besides the model, the first: no disk" in step.warnings

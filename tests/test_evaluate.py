@@ -7,9 +7,11 @@ import math
 import pytest
 
 from helpers import a_policy, length
+from mlxrl.policy.policy import as_policy
 from mlxrl.settings import Sampling
 from mlxrl.train.evaluate import Evaluation, compare, evaluate
 from mlxrl.types import Task, Trajectory
+from models import dense, tokenizer
 
 
 def evaluation(rewards: list[float]) -> Evaluation:
@@ -44,3 +46,17 @@ def test_what_cannot_be_evaluated_or_compared_is_refused():
         evaluate(a_policy(), [], length)
     with pytest.raises(ValueError, match="compare: the two evaluations are not of the same examples"):
         compare(evaluation([1.0]), evaluation([1.0, 0.0]))
+
+
+def test_prompts_that_fill_the_context_are_left_out_and_not_wrong():
+    p = as_policy(dense(max_position_embeddings=32), tokenizer(), lora=None)
+    tasks = [{"prompt": "1+1"}, {"prompt": "1+" * 40}]
+
+    def ones(completions, **_):
+        return [1.0] * len(completions)
+
+    with pytest.warns(UserWarning, match="1 of 2 are left out"):
+        found = evaluate(p, tasks, ones, sampling=Sampling(max_tokens=2))
+    assert {name: found.summary()[name] for name in ("accuracy", "n", "left_out")} == {
+        "accuracy": 1.0, "n": 1, "left_out": 1,
+    }  # fmt: skip

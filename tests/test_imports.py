@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlxrl"
 BASE = {"errors", "files", "checked", "settings", "plugins"}
-LIBRARY = {*BASE, "types", "data", "rewards", "algo", "policy", "rollout", "train"}
+LIBRARY = {*BASE, "awaiting", "types", "messages", "data", "rewards", "algo", "policy", "rollout", "train"}
 BELOW = {
     "errors": set(),
     "files": set(),
@@ -21,12 +21,14 @@ BELOW = {
     "plugins": {"errors"},
     "config": BASE,
     "types": BASE,
-    "data": {*BASE, "types"},
+    "awaiting": set(),
+    "messages": {*BASE, "types"},
+    "data": {*BASE, "types", "messages"},
     "rewards": {*BASE, "types", "data"},
     "algo": {*BASE, "types"},
-    "tools": {*BASE, "types"},
+    "tools": {*BASE, "awaiting", "types", "messages"},
     "policy": {*BASE, "types"},
-    "rollout": {*BASE, "types", "rewards", "policy"},
+    "rollout": {*BASE, "awaiting", "types", "messages", "data", "rewards", "policy"},
     "train": LIBRARY - {"train"},
     "runs": {*LIBRARY, "config", "text"},
     "console": {*LIBRARY, "text", "runs"},
@@ -36,7 +38,7 @@ BELOW = {
 """What each part of the package may import of it, itself aside. data is below rewards; siblings are apart."""
 
 FOREIGN = {
-    **{part: set() for part in ("errors", "files", "text", "plugins", "data", "rewards")},
+    **{part: set() for part in ("errors", "files", "text", "plugins", "messages", "data", "rewards")},
     "checked": {"msgspec"},
     "settings": {"msgspec"},
     "config": {"tomli_w"},

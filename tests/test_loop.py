@@ -15,8 +15,9 @@ from helpers import HINT, a_policy, flat, length
 from mlxrl.algo.credit import Whiten
 from mlxrl.algo.recipes import dapo, grpo, opd, reinforce_pp
 from mlxrl.algo.terms import TeacherAdvantage, TeacherSurrogate, TeacherVocabulary
+from mlxrl.errors import UserError
 from mlxrl.policy.policy import as_policy
-from mlxrl.settings import Optimizer, Reward, Rollout, Sampling, Train
+from mlxrl.settings import LoRA, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.loop import RunState, Step, run
 from mlxrl.train.metrics import Diverged
 from mlxrl.train.teacher import Teacher
@@ -238,3 +239,35 @@ def test_a_teacher_teaches_without_a_reward_and_beside_one(term):
 def test_what_is_missing_or_without_effect_is_refused_by_the_call_itself(algorithm, options, message):
     with pytest.raises(ValueError, match=message):
         run(a_policy(), TASKS, algorithm, **{"reward": length, "steps": 1, **options})
+
+
+def test_tasks_may_be_rows_or_a_generator_and_prompts_that_fill_the_context_are_left_out():
+    p = as_policy(dense(max_position_embeddings=32), tokenizer(), lora=LoRA(rank=2))
+    rows = [{"prompt": "1+1"}, {"prompt": "1+" * 40}, {"prompt": "2+2"}]
+    rollout, sampling = Rollout(tasks_per_step=2, group_size=2), Sampling(max_tokens=2)
+    for tasks in (rows, (row for row in rows)):
+        with pytest.warns(
+            UserWarning, match=r"example 2: a prompt of \d+ tokens .* context of 32; 1 of 3 are left out"
+        ):
+            steps = run(p, tasks, grpo(), reward=length, steps=1, rollout=rollout, sampling=sampling)
+        (step,) = steps
+        assert step.metrics["prompts/left_out"] == 1
+        assert sorted(group[0].task.prompt for group in step.groups) == ["1+1", "2+2"]
+    with pytest.raises(
+        UserError, match="example 2: prompt: message 1: wanted an object with 'role' and 'content', got 5"
+    ):
+        run(p, [rows[0], {"prompt": [5, ""]}], grpo(), reward=length, steps=1, rollout=rollout)
+    with pytest.raises(UserError, match="nor does any other of 1"):
+        run(p, rows[1:2], grpo(), reward=length, steps=1, rollout=rollout)
+
+
+def test_token_ids_are_trained_on_and_reach_rewards():
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.append((prompts[0], type(completions[0])))
+        return [float(n) for n in range(len(completions))]
+
+    rollout = Rollout(tasks_per_step=1, group_size=2)
+    (step,) = run(a_policy(), [{"prompt": [40, 41]}], grpo(), reward=reward, steps=1, rollout=rollout)
+    assert (step.groups[0][0].prompt, seen) == ((40, 41), [([40, 41], str)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import threading
@@ -85,10 +86,12 @@ def test_the_thinking_switch_is_a_setting_of_the_sampling():
         assert p.tokenizer.decode(one.prompt) == f"<user>hi<end><assistant>{end}"
 
 
-def test_a_prompt_that_fills_the_context_has_no_tokens():
+def test_a_prompt_that_fills_the_context_ends_in_an_error_and_is_not_scored():
     p = as_policy(dense(max_position_embeddings=16), tokenizer(), lora=None)
-    (group,) = sample(p, [Task("a prompt of more than sixteen bytes")], group_size=2)
-    assert [(t.stop, t.length, t.text) for t in group] == [("length", 0, "")] * 2
+    groups = sample(p, [Task("a prompt of more than sixteen bytes")], group_size=2)
+    line = "a prompt of 39 tokens does not fit the context of 16"
+    assert [(t.stop, t.error) for t in groups[0]] == [("error", line)] * 2
+    assert all(math.isnan(t.reward) for t in score(groups, lambda completions, **_: [0.0] * len(completions))[0])
 
 
 @pytest.mark.parametrize(

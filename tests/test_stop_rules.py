@@ -104,6 +104,27 @@ def test_stop_strings_see_special_tokens_and_characters_of_several_tokens():
     assert [(one.stop, len(one.tokens)) for one in out] == [("eos", 6)] * 2  # a, two bytes for each é, and the tag
 
 
+def test_no_stop_string_counts_inside_a_block_of_thinking():
+    """What begins or ends the block does; a prompt may have opened it, and one of an earlier reply is over."""
+    p = as_policy(dense(), tokenizer(), lora=None)
+    tok, end = p.tokenizer, p.tokenizer.eos_token_id
+    think = tok.convert_tokens_to_ids("<think>")
+
+    def says(text, prompt, *strings):
+        said = written(tok.encode(text, add_special_tokens=False), len(prompt))
+        sampling = Sampling(max_tokens=6, stop_strings=strings)
+        (one,) = decode(p, requests([prompt], sampling=sampling), processors=[said])
+        return tok.decode(one.tokens)
+
+    assert says("axb</think>xc", (20, think), "x") == "axb</think>x"
+    assert says("axb</think>xc", (20, 21), "x") == "ax"
+    assert says("a<think>x</think>x", (20, 21), "x") == "a<think>x</think>x"
+    assert says("axb</think>xc", (20, think), "</think>", "x") == "axb</think>"
+    assert says("ab<think>xc", (20, 21), "<think>") == "ab<think>"
+    rules = rules_of(tok, Sampling())
+    assert [rules.opened_by(ids) for ids in ((20, think), (20, think, 21), (20, think, end, 21))] == [True, True, False]
+
+
 def written(ids, start: int = 1):
     """A processor that makes every sequence write `ids` after a prompt of `start` tokens."""
 

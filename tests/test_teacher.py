@@ -338,6 +338,14 @@ def test_a_hint_stands_after_the_last_message():
     chat = Task(({"role": "system", "content": "s"}, {"role": "user", "content": "q"}), {"h": "x"})
     assert hinted(chat, "h").prompt == (chat.prompt[0], {"role": "user", "content": "q\n\nx"})
     assert hinted(Task("q", {"h": "x"}), "h").prompt == "q\n\nx"
+    parts = Task(({"role": "user", "content": [{"type": "text", "text": "q"}]},), {"h": "x"})
+    assert hinted(parts, "h").prompt == ({"role": "user", "content": "q\n\nx"},)
+    begun = {"role": "assistant", "content": "So"}
+    asked = Task((parts.prompt[0], begun), {"h": "x"})
+    assert hinted(asked, "h").prompt == ({"role": "user", "content": "q\n\nx"}, begun)
+    for prompt, line in (((begun,), "wanted a message before the answer"), ((4, 5), "got token ids")):
+        with pytest.raises(ValueError, match=line):
+            hinted(Task(prompt, {"h": "x"}), "h")
 
 
 @pytest.mark.parametrize("hint", [None, "hint"])

@@ -135,10 +135,6 @@ def unknown_type(a: Nowhere) -> None:  # noqa: F821
     """
 
 
-async def later(a: int) -> None:
-    """Come back later."""
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -151,9 +147,8 @@ async def later(a: int) -> None:
         (strange, r"tools: strange: cannot be described .*Couldn't parse this type hint.*set\[int\]"),
         (lists, r"tools: lists: cannot be described to a model: TypeError: Type unions may not contain more than one"),
         (unknown_type, "tools: unknown_type: cannot be described .*NameError: name 'Nowhere' is not defined"),
-        (later, r"tools: later: wanted a plain function with a name, got a coroutine function \(async def\)"),
-        (lambda: 1, "wanted a plain function with a name"),
-        (3, "tools: 3: wanted a plain function with a name, got int"),
+        (lambda: 1, "wanted a function with a name"),
+        (3, "tools: 3: wanted a function with a name, got int"),
     ],
 )
 def test_a_function_that_cannot_be_described_is_refused(function: Any, message: str) -> None:

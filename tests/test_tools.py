@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
+import re
 import sys
 import time
 from typing import Any
@@ -17,7 +20,7 @@ from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.environment import EpisodeError, prepare
 from mlxrl.rollout.sample import sample
 from mlxrl.runs.experiment import Experiment
-from mlxrl.settings import Sampling
+from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.tools import Tools, parser_of
 from mlxrl.train import loop
 from mlxrl.train.batch import make_batch
@@ -100,6 +103,8 @@ def test_settings_that_mean_nothing_are_refused() -> None:
             Tools([add], timeout=seconds)
     with pytest.raises(ValueError, match=r"wanted a list of functions, got a function; write Tools\(\[add\]\)"):
         Tools(add)  # pyright: ignore
+    with pytest.raises(ValueError, match=r'role: wanted one of system, .*, got "tol"'):
+        Tools([add], role="tol")
     with pytest.raises(ValueError, match=r"parser: wanted a name of mlx_lm.tool_parsers or a Parser, got 5"):
         Tools([add], parser=5)  # pyright: ignore
 
@@ -139,6 +144,22 @@ def test_calls_are_answered() -> None:
         (call("halves"), "a?", "answered", False),
         (call("breaks", why="\ud800"), "error: ?", "raised", False),
         (call("sleeps"), "error: sleeps: no answer in 0.05 s", "late", False),
+        ('<tool_call>{"name": "halves", "arguments": null}</tool_call>', "a?", "answered", False),
+        ('<tool_call>{"name": "halves"}</tool_call>', "a?", "answered", False),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>', "3", "answered", False),
+        (
+            '<tool_call>{"name": "add", "arguments": "[2]"}</tool_call>',
+            "error: the call cannot be read",
+            "malformed",
+            True,
+        ),
+        (
+            f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 200}{"]" * 200}}}}}</tool_call>',
+            "error: the call",
+            "malformed",
+            True,
+        ),
+        (call("add", a="1.5"), "error: add: a: wanted a whole number, got 1.5", "arguments", True),
     ],
 )
 def test_faults_are_read_by_the_model(reply: str, content: str, outcome: str, invalid: bool) -> None:
@@ -149,6 +170,119 @@ def test_faults_are_read_by_the_model(reply: str, content: str, outcome: str, in
     assert message["content"].startswith(content)
     assert (got.invalid, got.done) == (invalid, False)
     assert tools.counts == {outcome: 1}
+
+
+def many(count: int, share: float, exact: bool, sizes: list[int], title: str) -> list[Any]:
+    """Return them.
+
+    Args:
+        count: a number.
+        share: a number.
+        exact: whether.
+        sizes: numbers.
+        title: a text.
+    """
+    return [count, share, exact, sizes, title]
+
+
+def test_numbers_as_texts_are_converted_and_counted() -> None:
+    tools = environment(many)
+    got = played(tools, call("many", count="3", share=" 1.5", exact="true", sizes=["1", 2], title="4"))
+    assert got.observation[0]["content"] == '[3, 1.5, true, [1, 2], "4"]'
+    assert tools.counts == {"answered": 1, "converted": 1}
+    played(tools, call("many", count=3, share=1.5, exact=True, sizes=[], title="4"))
+    assert tools.counts == {"answered": 2, "converted": 1}
+    assert played(tools, call("many", count="NaN", share=1, exact=True, sizes=[], title="")).invalid
+
+
+class Shop:
+    """Knows prices."""
+
+    def __init__(self, prices: dict[str, float]) -> None:
+        self.prices = prices
+
+    def __call__(self, thing: str) -> float:
+        """Say what something costs.
+
+        Args:
+            thing: its name.
+        """
+        return self.prices[thing]
+
+
+async def fetch(page: str, wait: float = 0.0) -> str:
+    """Fetch a page.
+
+    Args:
+        page: its name.
+        wait: seconds before.
+    """
+    await asyncio.sleep(wait)
+    return page * 2
+
+
+@functools.wraps(fetch)
+def wrapped(*arguments: Any, **named: Any) -> Any:
+    return fetch(*arguments, **named)
+
+
+def test_tools_may_be_objects_partials_and_async() -> None:
+    """A partial's own arguments are not described to the model."""
+    wrapped.__name__ = "wrapped"
+    quick = functools.partial(fetch, wait=0.01)
+    for function, name, given, answer in (
+        (Shop({"tea": 2.5}), "Shop", {"thing": "tea"}, "2.5"),
+        (Shop({"tea": 2.5}).__call__, "__call__", {"thing": "tea"}, "2.5"),
+        (fetch, "fetch", {"page": "a"}, "aa"), (quick, "fetch", {"page": "a"}, "aa"),
+        (wrapped, "wrapped", {"page": "a"}, "aa"),
+        (functools.partial(Shop({"tea": 2.5}), thing="tea"), "Shop", {}, "2.5"),
+    ):  # fmt: skip
+        tools = environment(function)
+        assert played(tools, call(name, **given)).observation[0]["content"] == answer
+        assert tools.counts == {"answered": 1}
+    schema = environment(quick).schemas[0]["function"]
+    assert (schema["description"], schema["parameters"]["required"]) == ("Fetch a page.", ["page"])
+    assert list(schema["parameters"]["properties"]) == ["page"]
+    late = environment(fetch, timeout=0.05)
+    got = played(late, call("fetch", page="a", wait=60))
+    assert (got.observation[0]["content"], got.fault) == (
+        "error: fetch: no answer in 0.05 s",
+        "fetch: no answer in 0.05 s",
+    )
+
+
+def test_what_a_tool_raises_is_a_fault_with_its_line() -> None:
+    fault = played(environment(add, breaks), f"{call('add', a=2)}{call('breaks', why='no disk')}").fault
+    assert re.fullmatch(r"breaks: RuntimeError: no disk \(tests/test_tools.py, line \d+\)", fault)
+    assert played(environment(add), call("sub")).fault == ""  # that is the model's
+
+
+def test_nothing_in_a_block_of_thinking_is_a_call() -> None:
+    drafted, made = call("add", a=1), call("add", a=2)
+    for reply, thinking, answers in (
+        (f"hm {drafted}</think>no", True, []), (f"hm {drafted}", True, []), (f"{made}<think>{drafted}", False, ["3"]),
+        (f"<think>{drafted}</think>{made}", False, ["3"]), (f"{drafted}</think>{made}", True, ["3"]),
+        (made, False, ["3"]),
+    ):  # fmt: skip
+        tools = environment(add)
+        tools.prepare(tokenizer())
+        episode = tools()
+        episode.thinking = thinking
+        assert [message["content"] for message in episode.step(reply).observation] == answers
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_call_that_is_drafted_while_thinking_is_neither_a_stop_nor_made(parallel: bool) -> None:
+    """The template opens the block, in place of a line's first letter; one that a cut leaves open holds no call."""
+    p, said = as_policy(dense(), tokenizer(), lora=None), f"hm {call('add', a=1)} no</think>{call('add', a=2)}"
+    for line, most, text in ((said, 150, said), (said, 60, said[:60])):
+        tools = environment(add, parallel=parallel)
+        (group,) = sample(
+            p, [Task("2+1?")], group_size=1, environment=tools, sampling=Sampling(max_tokens=most), max_rows=1,
+            limits=EpisodeLimits(max_turns=2), processors=[scripted(p.tokenizer, [f"-{line}", "-3"])],
+        )  # fmt: skip
+        assert group[0].turns[0].text == text.replace("</think>", "")
+        assert (len(group[0].turns), tools.counts["answered"]) == ((2, 1) if line == text else (1, 0))
 
 
 def test_one_call_that_is_wrong_makes_the_turn_invalid_and_the_others_are_answered() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +49,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` is without the program's name."""
     arguments = _arguments(argv)
+    warnings.formatwarning = _warning_line
     try:
         return _run(arguments)
     except (UserError, OSError) as error:
@@ -55,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
         return 130
+
+
+def _warning_line(message: Warning | str, *_: object) -> str:
+    return f"mlxrl: {safe(' '.join(str(message).split()))}\n"
 
 
 def _run(arguments: argparse.Namespace) -> int:

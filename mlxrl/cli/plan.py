@@ -13,7 +13,7 @@ from typing import Any
 from mlxrl.errors import UserError
 from mlxrl.files import read_lines
 from mlxrl.policy.skeleton import skeleton
-from mlxrl.rollout.chat import render, start_chat
+from mlxrl.rollout.chat import fitting, render, start_chat
 from mlxrl.rollout.environment import EnvironmentHandle, prepare
 from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.workers import Workers
@@ -24,6 +24,7 @@ from mlxrl.text import size
 from mlxrl.train.batch import TOKENS_PER_PASS
 from mlxrl.train.memory_plan import Work, constant, passes, rollout
 from mlxrl.train.optimizer import make_optimizer
+from mlxrl.types import Task
 
 PARTS = ("load", "rollout", "update")
 PASS, RECOMPUTE, ROWS, TOKENS = "train.tokens_per_pass", "train.recompute", "rollout.max_rows", "sampling.max_tokens"
@@ -38,13 +39,14 @@ class Plan:
     """A run's needs under settings.
 
     memory: bytes there are. work: what a step does under a config. measure: the bytes of a part of that by name: what
-    is there all the time, and the most of what comes.
+    is there all the time, and the most of what comes. left_out: which prompts do not fit the context, in words.
     """
 
     config: Config
     memory: int
     work: Callable[[Config], Work]
     measure: Callable[[str, Work], dict[str, int]]
+    left_out: str = ""
 
     @classmethod
     def of(cls, experiment: Experiment, memory: float | None = None) -> Plan:
@@ -74,8 +76,10 @@ class Plan:
             name = max(found, key=lambda name: found[name])
             return {**always, name: max(0, round(found[name]))}
 
-        work = partial(Work.of, prompt=longest_prompt(experiment, whole.tokenizer), context=context_of(whole.model))
-        return cls(config, round(memory * GB) if memory else available(), work, measure)
+        context, prompted = context_of(whole.model), experiment.tasks if experiment.environment is None else ()
+        fitted = fitting(whole.tokenizer, context, prompted, config.sampling.thinking)
+        work = partial(Work.of, prompt=longest_prompt(experiment, whole.tokenizer, fitted.tasks), context=context)
+        return cls(config, round(memory * GB) if memory else available(), work, measure, fitted.line)
 
     def with_(self, chosen: Mapping[str, Any]) -> Plan:
         """The plan with other settings, by their dotted names."""
@@ -104,11 +108,11 @@ class Plan:
         return all(self.peak(part) <= self.memory for part in parts or PARTS)
 
 
-def longest_prompt(experiment: Experiment, tokenizer: Any) -> int:
-    """Tokens of the longest of the first prompts; with an environment, of the first messages of the first few."""
+def longest_prompt(experiment: Experiment, tokenizer: Any, tasks: Sequence[Task]) -> int:
+    """Tokens of the longest of the first prompts that fit; with an environment, of its first messages."""
     factory, limits, thinking = experiment.environment, experiment.limits(), experiment.config.sampling.thinking
     if factory is None:
-        return max(len(render(tokenizer, task, thinking=thinking)) for task in experiment.tasks[:RENDERED])
+        return max(len(render(tokenizer, task, thinking=thinking)) for task in tasks[:RENDERED])
     prepare(factory, tokenizer)
     lengths = [1]
     with Workers(limits.timeout) as workers:
@@ -221,7 +225,8 @@ def past_seconds(folder: str) -> dict[str, float]:
 def lines(plan: Plan, seconds: Mapping[str, float] | None = None) -> list[str]:
     """The plan as lines of text: its parts, what was assumed, seconds of a step, and whether it fits."""
     work, part = plan.work(plan.config), max(PARTS, key=plan.peak)
-    found = [f"{name}: {size(plan.peak(name))} = {terms(plan.need(name))}" for name in PARTS]
+    found = [plan.left_out] if plan.left_out else []
+    found += [f"{name}: {size(plan.peak(name))} = {terms(plan.need(name))}" for name in PARTS]
     prefix, rows, tokens = work.widest()
     after = f"tokens after a prompt of {prefix}" if prefix else f"tokens with a prompt of {work.prompt}"
     found.append(f"a pass: {rows} sequences of {tokens} {after}, of at most {work.budget:,}")

@@ -178,11 +178,11 @@ def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
 
 def _argument(name: str, trajectory: Trajectory) -> Any:
     """A trajectory's value for a keyword of a function, as a copy."""
-    prompt = trajectory.task.prompt
+    prompt, messages = trajectory.task.prompt, trajectory.task.messages
     if name == "prompts":
-        return prompt if isinstance(prompt, str) else [deepcopy(dict(message)) for message in prompt]
+        return prompt if isinstance(prompt, str) else deepcopy(list(prompt))
     if name == "completions":
-        return trajectory.text if isinstance(prompt, str) else [{"role": "assistant", "content": trajectory.text}]
+        return [{"role": "assistant", "content": trajectory.text}] if messages else trajectory.text
     value = trajectory.task.columns.get(name)
     return deepcopy(value) if isinstance(value, list | dict | set | tuple) else value
 

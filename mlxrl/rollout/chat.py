@@ -6,13 +6,20 @@ it after the model's last reply is encoded and appended to the sequence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
-from mlxrl.errors import UserError
+from mlxrl.errors import UserError, message_of
+from mlxrl.messages import is_begun, messages_of, text_messages
 from mlxrl.rewards import text_of
 from mlxrl.types import Message, Task
+
+Observation: TypeAlias = str | Sequence[Message] | Sequence[int]
+SWITCHES = ("enable_thinking", "thinking", "reasoning", "enable_reasoning", "think")
+"""Names of a chat template's thinking switch."""
 
 
 class PromptError(UserError):
@@ -23,7 +30,8 @@ class PromptError(UserError):
 class Chat:
     """A conversation that the model is to answer, and those of its ids that are new to the sequence.
 
-    text: what the template made of the messages. thinking: the template's switch, None for its default.
+    text: what the template made of the messages, of which there are none where the prompt is token ids.
+    thinking: the template's switch, None for its default.
     tools: schemas of functions that the template describes. history_rewritten, new_suffix: see `Turn`.
     """
 
@@ -45,25 +53,29 @@ def render(
 
 def start_chat(
     tokenizer: Any,
-    observation: str | Sequence[Message],
+    observation: Observation,
     thinking: bool | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Chat:
     """Begin a conversation with what is read first.
 
-    A string is the user's message in the chat template; a tokenizer without a template gets it as it is.
+    A string is the user's message in the chat template; a tokenizer without a template gets it as it is. Token ids are
+    the prompt. A conversation that ends in the assistant's message is continued there.
 
     Args:
-        thinking, tools: see `Chat`; passed to the template as `enable_thinking` and `tools`.
+        thinking, tools: see `Chat`; passed to the template as its thinking switch and `tools`.
     Raises:
         PromptError: messages for a tokenizer without a chat template, or a prompt of no tokens.
     """
+    if is_token_ids(observation):
+        return Chat(ids=tuple(observation))  # pyright: ignore
     chat = Chat(_messages(observation), thinking=thinking, tools=tuple(tools))
     if tokenizer.has_chat_template:
         chat = replace(chat, text=_templated(tokenizer, chat))
         ids = _encoded(tokenizer, "prompt", chat.text)
     elif isinstance(observation, str):
-        ids = _encoded(tokenizer, "prompt", observation, add_special_tokens=True)
+        begun = tokenizer.bos_token is not None and observation.startswith(tokenizer.bos_token)
+        ids = _encoded(tokenizer, "prompt", observation, add_special_tokens=not begun)
     else:
         raise PromptError("prompt", "the tokenizer has no chat template; wanted a string, got messages")
     if not ids:
@@ -82,12 +94,13 @@ def continue_chat(
     """
     stopped = bool(tokens) and tokens[-1] in stop_ids
     reply = tokenizer.decode(list(tokens[:-1] if stopped else tokens))
-    if not tokenizer.has_chat_template:
+    if not tokenizer.has_chat_template or not chat.messages:
         if not isinstance(observation, str):
-            raise PromptError("observation", "the tokenizer has no chat template; wanted a string, got messages")
+            why = "the prompt is token ids" if tokenizer.has_chat_template else "the tokenizer has no chat template"
+            raise PromptError("observation", f"{why}; wanted a string, got messages")
         return replace(chat, ids=_encoded(tokenizer, "observation", observation))
     new, before = _messages(observation), chat.text
-    chat = replace(chat, messages=(*chat.messages, {"role": "assistant", "content": reply}, *new))
+    chat = replace(chat, messages=(*_answered(chat.messages, reply), *new))
     text = _templated(tokenizer, chat)
     if (tail := _after(text, before, reply)) is not None:
         ids = _without_stop(tokenizer, tail, tokens[-1] if stopped else None)
@@ -97,9 +110,66 @@ def continue_chat(
     return replace(chat, ids=ids, text=text, history_rewritten=True, new_suffix=suffix)
 
 
-def observed(observation: str | Sequence[Message]) -> str:
+def check_thinking(tokenizer: Any, thinking: bool | None, *where: str) -> None:
+    """PromptError for a thinking switch that the chat template does not have."""
+    if thinking is not None and _switch(tokenizer) is None:
+        raise PromptError(*where, "thinking", "the chat template has no such switch; leave it out")
+
+
+def is_token_ids(observation: Observation) -> bool:
+    """Whether a prompt is token ids."""
+    return not isinstance(observation, str) and len(observation) > 0 and isinstance(observation[0], int)
+
+
+def too_long(length: int, context: int) -> str:
+    """What is wrong with a prompt after which nothing can be sampled."""
+    return f"a prompt of {length:,} tokens does not fit the context of {context:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """tasks: those whose prompts leave room for an answer; left_out: how many do not; line: that in words."""
+
+    tasks: Sequence[Task]
+    left_out: int = 0
+    line: str = ""
+
+
+def fitting(tokenizer: Any, context: int | None, tasks: Sequence[Task], thinking: bool | None) -> Fitting:
+    """Render every prompt, and leave out those that fill the model's context.
+
+    Raises:
+        PromptError: one cannot be rendered, or all are left out.
+    """
+    lengths = [len(_of_task(tokenizer, task, thinking)) for task in tasks]
+    kept = [task for task, length in zip(tasks, lengths, strict=True) if context is None or length < context]
+    left_out = len(tasks) - len(kept)
+    if context is None or not left_out:
+        return Fitting(tasks)
+    first, length = next((task, length) for task, length in zip(tasks, lengths, strict=True) if length >= context)
+    why = f"{first.where}: {too_long(length, context)}".removeprefix(": ")
+    if not kept:
+        raise PromptError(why, f"nor does any other of {len(tasks):,}")
+    return Fitting(kept, left_out, f"{why}; {left_out:,} of {len(tasks):,} are left out")
+
+
+def _of_task(tokenizer: Any, task: Task, thinking: bool | None) -> tuple[int, ...]:
+    try:
+        return render(tokenizer, task, thinking=thinking)
+    except PromptError as error:
+        raise error.within(task.where) from error.__cause__
+
+
+def observed(observation: Observation) -> str:
     """An observation as text for people."""
     return observation if isinstance(observation, str) else "\n".join(map(text_of, observation))
+
+
+def _answered(messages: tuple[Message, ...], reply: str) -> tuple[Message, ...]:
+    """The messages with a reply, which continues the last one where that is the assistant's."""
+    if not is_begun(messages):
+        return (*messages, {"role": "assistant", "content": reply})
+    return (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + reply})
 
 
 def _new_suffix(tokenizer: Any, chat: Chat, text: str, ids: tuple[int, ...], count: int) -> int:
@@ -145,21 +215,55 @@ def _without_stop(tokenizer: Any, tail: str, stop_id: int | None) -> tuple[int, 
     return ids[1:] if ids[0] == stop_id else _encoded(tokenizer, "observation", tail.lstrip().removeprefix(stop))
 
 
-def _messages(observation: str | Sequence[Message]) -> tuple[Message, ...]:
-    return ({"role": "user", "content": observation},) if isinstance(observation, str) else tuple(observation)
+def _messages(observation: Any) -> tuple[Message, ...]:
+    try:
+        return text_messages(observation) if isinstance(observation, str) else messages_of(observation)
+    except UserError as error:
+        raise PromptError("prompt", *error.parts) from None
 
 
 def _templated(tokenizer: Any, chat: Chat) -> str:
-    """The text that the chat template makes of a conversation, ready for the model to answer."""
-    switch = {} if chat.thinking is None else {"enable_thinking": chat.thinking}
+    """The text that the chat template makes of a conversation, ready for the model to answer or to continue."""
+    check_thinking(tokenizer, chat.thinking)
+    switch = {} if chat.thinking is None else {str(_switch(tokenizer)): chat.thinking}
     tools = {"tools": [dict(tool) for tool in chat.tools]} if chat.tools else {}
+    messages, begun = list(chat.messages), is_begun(chat.messages)
+    if begun and not messages[-1]["content"].strip():
+        messages, begun = messages[:-1], False  # nothing to be continued
     try:
-        return tokenizer.apply_chat_template(
-            list(chat.messages), add_generation_prompt=True, tokenize=False, **switch, **tools
+        return _rendered(
+            tokenizer, messages, add_generation_prompt=not begun, continue_final_message=begun, **switch, **tools
         )
     except Exception as error:  # a template is a program of the model's, and may raise anything
         content = str(chat.messages[-1].get("content"))[:80]
-        raise PromptError(f"prompt {content!r}", f"the chat template refuses it: {error}") from error
+        raise PromptError(f"prompt {content!r}", f"the chat template refuses it: {message_of(error)}") from error
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
+    """What the template makes of messages. mlx-lm's wrapper is passed by, because it turns thinking on by itself."""
+    if (own := getattr(tokenizer, "_chat_template", None)) is not None:
+        return own(list(messages), **options)
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    return inner.apply_chat_template(list(messages), tokenize=False, **options)
+
+
+def _switch(tokenizer: Any) -> str | None:
+    return _switch_of(tokenizer, str(getattr(tokenizer, "chat_template", "")))
+
+
+@lru_cache(maxsize=8)
+def _switch_of(tokenizer: Any, template: str) -> str | None:
+    """The name of the template's thinking switch: one that changes what it makes of a prompt."""
+    if not tokenizer.has_chat_template:
+        return None
+
+    def renders(name: str, value: bool) -> str:
+        try:
+            return _rendered(tokenizer, text_messages("hi"), add_generation_prompt=True, **{name: value})
+        except Exception:  # noqa: BLE001  (the template may want other messages; then its name must be enough)
+            return str(value) if re.search(rf"{{[{{%][^}}]*\b{name}\b", template) else ""
+
+    return next((name for name in SWITCHES if renders(name, True) != renders(name, False)), None)
 
 
 def _encoded(tokenizer: Any, what: str, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:

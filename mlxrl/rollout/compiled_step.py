@@ -103,7 +103,8 @@ class Slots:
         self.sequences: list[Sequence | None] = [None] * count
         self.caches: KVCache = SlotCache(count) if slotted else EqualLengthCache(count)
         self.state: State | None = None
-        looks_back = rules.sampling.penalized or rules.think_end or session.processors
+        self._budget = rules.sampling.thinking_budget is not None
+        looks_back = rules.sampling.penalized or self._budget or session.processors
         self._history: int | None = 0 if looks_back else None  # its capacity
 
     def __len__(self) -> int:
@@ -202,7 +203,7 @@ class Slots:
         if self._history is not None:
             padded = [[*prompt, *[0] * (self._history - len(prompt))] for prompt in prompts]
             state = state._replace(history=mx.array(padded, mx.int32))
-        if self.rules.think_end:
+        if self._budget:
             opened = mx.array([self.rules.opened_by(prompt) for prompt in prompts])
             state = state._replace(thinking=Thinking(opened, zeros, zeros - 1))
         return state

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from mlxrl.awaiting import begin
 from mlxrl.errors import UserError, brief
+from mlxrl.messages import checked_text, messages_of
 from mlxrl.plugins import check_keywords
-from mlxrl.settings import LARGEST_REWARD
-from mlxrl.types import Environment, Feedback, Message, Task
+from mlxrl.rollout.chat import Observation, is_token_ids
+from mlxrl.settings import LARGEST_REWARD, LONGEST
+from mlxrl.types import Environment, Feedback, Task
 
 Factory: TypeAlias = Callable[[], Environment]
-Observation: TypeAlias = str | Sequence[Message]
 
 
 class EpisodeError(UserError):
@@ -25,12 +28,13 @@ class EpisodeError(UserError):
 class EnvironmentHandle:
     """The environment of one episode; its methods run in threads, one at a time.
 
-    stop, special_tokens, tools, close: see `types.Environment`. prompt_key: what is read first, as text that is the
-    same for episodes that begin alike.
+    timeout: seconds of a call. stop, special_tokens, tools, close: see `types.Environment`. prompt_key: what is read
+    first, as text that is the same for episodes that begin alike.
     """
 
     factory: Factory
     task: Task
+    timeout: float = LONGEST
     inner: Any = None
     stop: tuple[str, ...] = ()
     special_tokens: bool = False
@@ -40,13 +44,13 @@ class EnvironmentHandle:
 
     def reset(self) -> Observation:
         """Make the environment and begin, at a copy of the task: the original is what is scored."""
-        self.inner = self.factory()
+        self.inner = self._awaited(self.factory())
         if not all(callable(getattr(self.inner, name, None)) for name in ("reset", "step")):
             raise TypeError(f"the factory gave {brief(self.inner)}; wanted an object with reset and step")
         close = getattr(self.inner, "close", None)
-        self.close = close if callable(close) else None
+        self.close = (lambda: self._awaited(close())) if callable(close) else None
         own = replace(self.task, prompt=deepcopy(self.task.prompt), columns=deepcopy(dict(self.task.columns)))
-        observation = _observation(self.inner.reset(own), "reset")
+        observation = _observation(self._awaited(self.inner.reset(own)), "reset")
         tools: tuple[Any, ...] = tuple(getattr(self.inner, "tools", None) or ())
         if strange := [tool for tool in tools if not isinstance(tool, Mapping)]:
             raise TypeError(f"tools: wanted schemas of functions, got {brief(strange[0])}")
@@ -55,12 +59,16 @@ class EnvironmentHandle:
         self.prompt_key = repr((observation, self.tools))
         return observation
 
-    def step(self, reply: str) -> Feedback:
-        """Take an action."""
-        feedback = self.inner.step(reply)
+    def step(self, reply: str, thinking: bool = False) -> Feedback:
+        """Take an action; thinking: whether it begins inside a block of thinking."""
+        if hasattr(self.inner, "thinking"):
+            self.inner.thinking = thinking
+        feedback = self._awaited(self.inner.step(reply))
         if not isinstance(feedback, Feedback):
             raise TypeError(f"wanted a Feedback, got {brief(feedback)}")
-        _observation(feedback.observation, "an observation")
+        observation: Any = _observation(feedback.observation, "an observation")
+        if is_token_ids(observation):
+            raise TypeError(f"wanted a text or a list of messages as an observation, got {brief(observation)}")
         reward: Any = _plain(feedback.reward)
         if not isinstance(reward, int | float) or not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
             bounds = f"from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
@@ -76,7 +84,16 @@ class EnvironmentHandle:
             raise TypeError(f"state: wanted a hashable value, such as a tuple, got {kind}") from None
         _ = bool(feedback.state == feedback.state)  # one that raises does so here
         self._read()
-        return replace(feedback, reward=float(reward), **flags)
+        return replace(feedback, observation=observation, reward=float(reward), **flags)
+
+    def _awaited(self, value: Any) -> Any:
+        """What a method has returned; where it is async, what that gives in its time."""
+        if not inspect.isawaitable(value):
+            return value
+        found, error = begin(type(self.inner).__name__, lambda: value, self.timeout)()
+        if error is not None:
+            raise error
+        return found
 
     def _read(self) -> None:
         """What the environment wants of the next action."""
@@ -114,15 +131,15 @@ def check_factory(factory: Any, arguments: Mapping[str, Any]) -> None:
     check_keywords(factory, arguments)
 
 
-def _observation(observation: Any, what: str) -> Any:
-    if isinstance(observation, str):
-        return observation
-    messages: tuple[Any, ...] = tuple(observation) if isinstance(observation, Sequence) else ()
-    if not messages or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
+def _observation(observation: Any, what: str) -> Observation:
+    if not isinstance(observation, Sequence) or isinstance(observation, bytes) or observation in ((), []):
         raise TypeError(f"wanted a text or a list of messages as {what}, got {brief(observation)}")
-    for message in messages:
-        str(message.get("content"))  # one that cannot be written out raises here
-    return messages
+    if is_token_ids(observation):
+        return tuple(observation)
+    try:
+        return checked_text("", observation) if isinstance(observation, str) else messages_of(observation)
+    except UserError as error:
+        raise TypeError(f"{what}: {error}") from None
 
 
 def _plain(value: Any) -> Any:

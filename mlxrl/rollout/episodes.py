@@ -14,12 +14,13 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from mlxrl.errors import one_line
 from mlxrl.policy.policy import TokenError
 from mlxrl.rewards import earned
-from mlxrl.rollout.chat import Chat, PromptError, continue_chat, observed, start_chat
+from mlxrl.rollout.chat import Chat, Observation, PromptError, continue_chat, observed, start_chat, too_long
 from mlxrl.rollout.draw import fold
 from mlxrl.rollout.engine import Engine
-from mlxrl.rollout.environment import EnvironmentHandle, EpisodeError, Factory, Observation
+from mlxrl.rollout.environment import EnvironmentHandle, EpisodeError, Factory
 from mlxrl.rollout.sequence import Request, Sequence
 from mlxrl.rollout.workers import Call, Workers
 from mlxrl.settings import EpisodeLimits, Sampling
@@ -27,6 +28,7 @@ from mlxrl.types import Feedback, Group, Stop, Task, Trajectory, Turn
 
 CLOSING = "mlxrl close"  # name of the threads that close environments
 PATIENCE = 5.0  # seconds that environments are given to close at the end
+LINE = 300  # characters of a fault that are kept
 HURRIED = 0.2  # the same, where one of an earlier rollout still hangs
 
 
@@ -74,7 +76,7 @@ class Episodes:
         self.tokenizer, self.group_size, self.sampling, self.limits = tokenizer, group_size, sampling, limits
         self.keeps, self.keys = environment is not None and limits.max_turns > 1, [keys]
         self.episodes = [
-            Episode(number, task, EnvironmentHandle(environment, task) if environment else None)
+            Episode(number, task, EnvironmentHandle(environment, task, limits.timeout) if environment else None)
             for number, task in enumerate(task for task in tasks for _ in range(group_size))
         ]
         self.closing, self.patience = Workers(limits.timeout, CLOSING), 0.0
@@ -94,8 +96,12 @@ class Episodes:
     def acted(self, sequence: Sequence) -> None:
         """Note a turn that has ended, and hand its action to the environment; without one the episode is over."""
         episode: Episode = sequence.request.owner
-        if episode.turns and sequence.limit <= 0:
-            return self._finish(episode, "length")  # the observation has filled the context
+        if sequence.limit <= 0:
+            if episode.turns:
+                return self._finish(episode, "length")  # the observation has filled the context
+            length = len(sequence.prompt)
+            name = "reset: " if episode.environment else ""
+            return self._finish(episode, "error", name + too_long(length, length + sequence.limit))
         chat = episode.chat
         episode.turns.append(Turn(
             chat.ids, tuple(sequence.tokens), tuple(sequence.logprobs),
@@ -111,7 +117,8 @@ class Episodes:
         if handle.special_tokens:
             stopped = sequence.tokens[-1] in sequence.rules.stop_ids
             reply = self.tokenizer.decode(sequence.tokens[:-1] if stopped else sequence.tokens)
-        self.workers.submit(partial(handle.step, reply), episode)
+        thinking = sequence.rules.opened_by(sequence.prompt)
+        self.workers.submit(partial(handle.step, reply, thinking), episode)
 
     def observed(self, answer: Call) -> None:
         """Continue with what an environment has answered."""
@@ -135,7 +142,7 @@ class Episodes:
 
     def require_one(self) -> None:
         """EpisodeError where the environment failed in every episode."""
-        faults = [episode.error for episode in self.episodes if episode.error]
+        faults = [episode.error for episode in self.episodes if episode.error and episode.environment]
         if faults and len(faults) == len(self.episodes):
             raise EpisodeError("environment", f"failed in each of {len(faults)} episodes: {faults[0]}")
 
@@ -167,7 +174,9 @@ class Episodes:
         sequence = episode.sequence
         assert sequence is not None
         reward = feedback.reward - (self.limits.invalid_penalty if feedback.invalid else 0.0)
-        episode.turns[-1] = replace(episode.turns[-1], reward=reward, invalid=feedback.invalid)
+        episode.turns[-1] = replace(
+            episode.turns[-1], reward=reward, invalid=feedback.invalid, fault=one_line(feedback.fault, LINE)
+        )
         if (stop := self._limit(episode, sequence, feedback.done)) is not None:
             return self._finish(episode, stop)
         stop_ids, observation = sequence.rules.stop_ids, feedback.observation

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 
 import mlx.core as mx
 
+from mlxrl.data import Source, as_tasks
 from mlxrl.errors import UserError
 from mlxrl.policy.modes import decoding
 from mlxrl.policy.policy import Policy
+from mlxrl.rollout.chat import Fitting, check_thinking, fitting
 from mlxrl.rollout.draw import key_of, sequence_keys
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.environment import Factory, check_factory, prepare
 from mlxrl.rollout.episodes import Episodes
+from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.stop_rules import Processor
 from mlxrl.rollout.workers import Workers
 from mlxrl.settings import EpisodeLimits, Sampling
@@ -34,7 +38,7 @@ class Interrupted(KeyboardInterrupt):
 
 def sample(
     policy: Policy,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task] | Source,
     *,
     group_size: int,
     sampling: Sampling = Sampling(),
@@ -47,6 +51,7 @@ def sample(
     """Sample `group_size` trajectories of every task, all of them in one batch; returns a group for every task.
 
     Args:
+        tasks: those of `mlxrl.tasks`, or what that reads. One whose prompt fills the context ends in an error.
         key: a number or a key, [2] uint32. Each turn draws from a key made of (key, task, trajectory, turn) alone.
         max_rows: sequences that decode together.
         environment: makes the environment of a trajectory, which then is an episode of several turns; see
@@ -57,6 +62,8 @@ def sample(
         EpisodeError: the environment failed in every episode. One that fails in some ends only those.
     """
     _check(group_size, environment, limits)
+    tasks = as_tasks(tasks)
+    check_thinking(policy.tokenizer, sampling.thinking, "sampling")
     if environment is not None:
         prepare(environment, policy.tokenizer)
     keys = sequence_keys(key_of(0, key) if isinstance(key, int) else key, len(tasks), group_size)
@@ -82,6 +89,20 @@ def sample(
         raise Interrupted(episodes.groups()) from None
     episodes.require_one()
     return episodes.groups()
+
+
+def fitting_prompts(
+    policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None
+) -> Fitting:
+    """The tasks, without those whose prompts fill the context, which is told. Prompts of environments come later."""
+    tasks = as_tasks(tasks)
+    check_thinking(policy.tokenizer, sampling.thinking, "sampling")
+    if environment is not None:
+        return Fitting(tasks)
+    fitted = fitting(policy.tokenizer, context_of(policy.model), tasks, sampling.thinking)
+    if fitted.left_out:
+        warnings.warn(fitted.line, stacklevel=3)
+    return fitted
 
 
 def _check(group_size: int, environment: Factory | None, limits: EpisodeLimits) -> None:

@@ -52,7 +52,8 @@ class Sequence:
     tokens: those drawn, the stop token included; logprobs: float32, nats; forced, filtered_mass, top_ids,
     top_logprobs: see `TokenDetails`, filled where they apply. stop: why it ended, None while it is under way.
     num_drawn: tokens drawn for it, those not read back yet included. ahead: whether the caches hold its last token
-    too, because a stop string, which the compiled step does not see, ended it.
+    too, because a stop string, which the compiled step does not see, ended it. thinking: whether it is in a block of
+    thinking, where no stop string counts; followed where there are some.
     """
 
     request: Request
@@ -70,9 +71,11 @@ class Sequence:
     num_drawn: int = 0
     ahead: bool = False
     stop_strings: tuple[str, ...] = field(init=False)
+    thinking: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.stop_strings = (*self.request.sampling.stop_strings, *self.request.stop_strings)
+        self.thinking = bool(self.stop_strings) and self.rules.opened_by(self.prompt)
         self.stop = "length" if self.limit <= 0 else None
 
     @property
@@ -118,8 +121,12 @@ class Sequence:
         return self.stop is not None
 
     def _completes_stop_string(self) -> bool:
-        """Whether a stop string is complete, read from as many last tokens as it can spread over."""
-        if len(self.tokens) <= self.request.sampling.min_tokens:
+        """Whether a stop string is complete, read from as many last tokens as it can spread over.
+
+        One inside a block of thinking does not count; a mark that begins or ends the block does.
+        """
+        inside, self.thinking = self.thinking, self._thinks()
+        if (inside and self.thinking) or len(self.tokens) <= self.request.sampling.min_tokens:
             return False
         reach = 4 * max(map(len, self.stop_strings)) + 4  # a character has up to four bytes, each perhaps a token
         tail = self.text(self.tokens[-reach:])
@@ -127,3 +134,10 @@ class Sequence:
             return False
         before = self.text(self.tokens[-reach:-1])  # one that was complete before tokens could end it does not count
         return any(tail.count(string) > before.count(string) for string in self.stop_strings)
+
+    def _thinks(self) -> bool:
+        """Whether the last token leaves it inside a block of thinking."""
+        for ids, opens in ((self.rules.think_end, False), (self.rules.think_start, True)):
+            if ids and tuple(self.tokens[-len(ids) :]) == ids:
+                return opens
+        return self.thinking

@@ -21,7 +21,7 @@ class StepRules:
     """What a compiled step does alike for all its sequences.
 
     sampling: how they draw, without what each has of its own, as `max_tokens`. stop_ids: ids that end a sequence.
-    think_start, think_end: ids around a block of thinking, where it has a budget.
+    think_start, think_end: ids around a block of thinking, none where the tokenizer has no such tokens.
     freeze: whether the states of sequences that are done must not change, because they may be extended.
     """
 
@@ -32,8 +32,10 @@ class StepRules:
     freeze: bool = False
 
     def opened_by(self, prompt: tuple[int, ...]) -> bool:
-        """Whether a prompt ends inside a block of thinking."""
-        for place in reversed(range(len(prompt))):
+        """Whether a prompt ends inside a block of thinking: one that a reply left open ends with that."""
+        for place in reversed(range(len(prompt)) if self.think_end else ()):
+            if prompt[place] in self.stop_ids:
+                return False
             for ids, opens in ((self.think_end, False), (self.think_start, True)):
                 if ids and prompt[place : place + len(ids)] == ids:
                     return opens
@@ -46,9 +48,9 @@ def rules_of(
     """How sequences draw and end with a tokenizer; any of its eos ids is a stop where none are given."""
     ids = tuple(sorted(tokenizer.eos_token_ids)) if stop_ids is None else stop_ids
     rules = StepRules(_shared(sampling), ids, freeze=freeze)
-    if sampling.thinking_budget is None:
-        return rules
     if not tokenizer.has_thinking:
+        if sampling.thinking_budget is None:
+            return rules
         why = "the tokenizer has no tokens that begin and end thinking; leave it out"
         raise UserError("sampling", "thinking_budget", why)
     return replace(rules, think_start=tuple(tokenizer.think_start_tokens), think_end=tuple(tokenizer.think_end_tokens))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Self
 
-from mlxrl.errors import one_line
+from mlxrl.awaiting import Late
+from mlxrl.errors import one_line, place_of
 
 MOST = 32
 GRACE = 0.1  # seconds that further answers are waited for once there is one, to continue with them together
@@ -33,7 +34,7 @@ class Call:
 
     def fault(self, name: str, timeout: float) -> str:
         """How it failed, in one line; empty where it did not."""
-        if self.late or not self.over:
+        if self.late or not self.over or isinstance(self.error, Late):
             return f"{name}: no answer in {timeout:g} s"
         if self.error is None:
             return ""
@@ -41,7 +42,7 @@ class Call:
             text = str(self.error)
         except (Exception, SystemExit):  # noqa: BLE001  (user code too)
             text = "its message cannot be shown"
-        return one_line(f"{name}: {type(self.error).__name__}: {text}").removesuffix(":")
+        return one_line(f"{name}: {type(self.error).__name__}: {text}").removesuffix(":") + place_of(self.error)
 
 
 class Workers:

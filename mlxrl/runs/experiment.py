@@ -88,15 +88,18 @@ class Experiment:
             UserError: it cannot be had, or its template or tokenizer does not take the prompts or the sampling.
         """
         from mlxrl.policy.policy import load
-        from mlxrl.rollout.chat import render
+        from mlxrl.rollout.chat import check_thinking, fitting
+        from mlxrl.rollout.prefill import context_of
         from mlxrl.rollout.stop_rules import rules_of
 
         model, sampling = self.config.model, self.config.sampling
         lora, adapter = (self.config.lora, model.adapter) if trained else (None, adapter)
         policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
         rules_of(policy.tokenizer, sampling)
-        for task in (self.tasks if trained else self.held_out) if self.environment is None else ():
-            render(policy.tokenizer, task, thinking=sampling.thinking)
+        check_thinking(policy.tokenizer, sampling.thinking, "sampling")
+        if self.environment is None:
+            some = self.tasks if trained else self.held_out
+            fitting(policy.tokenizer, context_of(policy.model), some, sampling.thinking)
         return policy
 
     def teacher(self) -> Teacher | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections import Counter
@@ -11,13 +12,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from mlxrl.awaiting import Late, begin
 from mlxrl.checked import SettingError, checked_value
-from mlxrl.errors import brief, message_of
+from mlxrl.errors import brief, exception_line, message_of, place_of
+from mlxrl.messages import ROLES
 from mlxrl.settings import LONGEST
 from mlxrl.tools.calls import Parser, Tool, ToolCall, ToolError, parser_of, tool_calls, tool_of
 from mlxrl.types import Feedback, Message, Task
 
-Outcome = Literal["answered", "raised", "late", "malformed", "unknown", "arguments"]
+Outcome = Literal["answered", "raised", "late", "malformed", "unknown", "arguments", "converted"]
 INVALID: frozenset[Outcome] = frozenset({"malformed", "unknown", "arguments"})
 
 
@@ -39,11 +42,13 @@ class Tools:
         parallel: let a reply continue after its first call, so that it may have several; else the closing tag of a
             call ends it, where the format has one.
         role: of the messages that answer.
-        timeout: seconds of a call. Those of a reply run one after the other, within the rollout's own timeout.
+        timeout: seconds of a call; one that is async is cancelled then. Those of a reply run one after the other,
+            within the rollout's own timeout.
     Raises:
         UserError: a function cannot be described to a model.
 
-    counts: the number of calls by their outcome, over all episodes so far.
+    counts: the number of calls by their outcome, over all episodes so far; "converted" are those besides, whose
+    arguments were texts of what the function wants, as "3" for 3.
     """
 
     functions: Sequence[Callable[..., Any]]
@@ -62,6 +67,8 @@ class Tools:
         if not isinstance(given, str | Parser | None):
             raise ToolError("tools", "parser", f"wanted a name of mlx_lm.tool_parsers or a Parser, got {brief(given)}")
         self.timeout = checked_value("tools", "timeout", Annotated[float, Meta(gt=0, le=LONGEST)], self.timeout)
+        if self.role not in ROLES:
+            raise ToolError("tools", "role", f"wanted one of {', '.join(ROLES)}, got {brief(self.role)}")
         if callable(self.functions):
             name = getattr(self.functions, "__name__", type(self.functions).__name__)
             raise ToolError("tools", f"wanted a list of functions, got a function; write Tools([{name}])")
@@ -98,62 +105,84 @@ class ToolEnvironment:
     """An episode with tools: `tools` are the schemas for the chat template, `stop` is the closing tag of a call."""
 
     special_tokens = True  # the marks of a call may be special tokens
+    thinking = False  # told before each reply
 
     def __init__(self, factory: Tools, parser: Parser) -> None:
         self.factory, self.parser = factory, parser
         self.tools = factory.schemas if factory.offered else []
         self.stop = (parser.end,) if parser.end and not factory.parallel else ()
 
-    def reset(self, task: Task) -> str | Sequence[Message]:
+    def reset(self, task: Task) -> str | Sequence[Message] | Sequence[int]:
         """The task's prompt."""
         return task.prompt
 
     def step(self, reply: str) -> Feedback:
         """Execute the calls of a reply, one after the other."""
-        calls = tool_calls(reply, self.parser, self.factory.schemas)
+        calls = tool_calls(reply, self.parser, self.factory.schemas, self.thinking)
         if not calls:
             return Feedback(done=True)
-        texts, outcomes = zip(*map(self._answer, calls), strict=True)
+        texts, outcomes, faults = zip(*map(self._answer, calls), strict=True)
         with self.factory.lock:
             self.factory.counts.update(outcomes)
         messages = tuple(
             {"role": self.factory.role, "name": _encodable(call.name), "content": _encodable(text)}
             for call, text in zip(calls, texts, strict=True)
         )
-        return Feedback(messages, invalid=not INVALID.isdisjoint(outcomes))
+        fault = next(filter(None, faults), "")
+        return Feedback(messages, invalid=not INVALID.isdisjoint(outcomes), fault=fault)
 
-    def _answer(self, call: ToolCall) -> tuple[str, Outcome]:
+    def _answer(self, call: ToolCall) -> tuple[str, Outcome, str]:
+        """The message for a call, its outcome, and how the function failed."""
         tools = self.factory.tools
         if call.fault:
-            return f"error: {call.fault}", "malformed"
+            return f"error: {call.fault}", "malformed", ""
         if call.name not in tools:
-            return f"error: unknown function {call.name!r}; there are {', '.join(tools)}", "unknown"
+            return f"error: unknown function {call.name!r}; there are {', '.join(tools)}", "unknown", ""
+        given = tools[call.name].readable(call.arguments or {})
         try:
-            arguments = tools[call.name].arguments(call.arguments or {})
+            arguments = tools[call.name].arguments(given)
         except SettingError as error:
-            return f"error: {error}", "arguments"
+            return f"error: {error}", "arguments", ""
+        if given != call.arguments:
+            with self.factory.lock:
+                self.factory.counts["converted"] += 1
         return _executed(tools[call.name], arguments, self.factory.timeout)
 
 
-def _executed(tool: Tool, arguments: Mapping[str, Any], timeout: float) -> tuple[str, Outcome]:
+def _executed(tool: Tool, arguments: Mapping[str, Any], timeout: float) -> tuple[str, Outcome, str]:
     """What a function returned, as text or JSON, or the message of what it raised, within so many seconds.
 
     One that takes longer continues in its daemon thread, which does not keep the process alive.
     """
-    found: list[tuple[str, Outcome]] = []
+    late = f"{tool.name}: no answer in {timeout:g} s"
+    found: list[tuple[str, Outcome, str]] = []
 
     def run() -> None:
         try:
-            value = tool.function(**arguments)
+            value = _called(tool, arguments, timeout)
             text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-            found.append((text, "answered"))
+            found.append((text, "answered", ""))
+        except Late:
+            found.append((f"error: {late}", "late", late))
         except BaseException as error:  # noqa: BLE001  (what a tool raises is what the model reads)
-            found.append((f"error: {message_of(error)}", "raised"))
+            line = f"{tool.name}: {exception_line(error)}{place_of(error)}"
+            found.append((f"error: {message_of(error)}", "raised", line))
 
     thread = threading.Thread(target=run, daemon=True, name=f"tool {tool.name}")
     thread.start()
     thread.join(timeout)
-    return found[0] if found else (f"error: {tool.name}: no answer in {timeout:g} s", "late")
+    return found[0] if found else (f"error: {late}", "late", late)
+
+
+def _called(tool: Tool, arguments: Mapping[str, Any], timeout: float) -> Any:
+    """What a function returned; where it is async, what that gives."""
+    value = tool.function(**arguments)
+    if not inspect.isawaitable(value):
+        return value
+    found, error = begin(tool.name, lambda: value, timeout)()
+    if error is not None:
+        raise error
+    return found
 
 
 def _encodable(text: str) -> str:

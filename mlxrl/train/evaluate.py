@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from mlxrl.data import Source
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.rewards.scoring import RewardLike, require_scores, rewards_of, score
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.environment import Factory, gives_rewards
-from mlxrl.rollout.sample import sample
+from mlxrl.rollout.sample import fitting_prompts, sample
 from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.train.metrics import require_finite
 from mlxrl.types import Task, Trajectory
@@ -24,9 +25,10 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One trajectory a task, in the order of the tasks."""
+    """One trajectory a task, in the order of the tasks. left_out: how many prompts fill the model's context."""
 
     trajectories: tuple[Trajectory, ...]
+    left_out: int = 0
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -40,12 +42,13 @@ class Evaluation:
             "accuracy": float((rewards >= success).mean()),
             "mean_reward": float(rewards.mean()),
             "n": len(rewards),
+            **({"left_out": self.left_out} if self.left_out else {}),
         }
 
 
 def evaluate(
     policy: Policy,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task] | Source,
     reward: RewardLike = None,
     *,
     sampling: Sampling = Sampling(temperature=0.0),
@@ -57,21 +60,23 @@ def evaluate(
     """Complete every task once, greedily by default, and score the completions.
 
     Args:
+        tasks: those of `mlxrl.tasks`, or what that reads; prompts that fill the model's context are left out.
         reward: may be left out where an environment gives the rewards; what its settings shape is not shaped here.
         environment, limits, max_rows: see `sample`.
     """
-    if not tasks:
+    if tasks in ([], ()):
         raise UserError("evaluate", "wanted at least one task, got none")
+    fitted = fitting_prompts(policy, tasks, sampling, environment)
     rewards = rewards_of(reward)
     if environment is not None and not rewards.functions and not gives_rewards(environment):
         why = "wanted at least one function, got none; the environment gives no rewards"
         raise UserError("evaluate", "reward", why)
     groups = sample(
-        policy, tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows,
+        policy, fitted.tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows,
         environment=environment, limits=limits,
     )  # fmt: skip
     require_finite(groups, "evaluation")
-    return Evaluation(tuple(group[0] for group in require_scores(score(groups, rewards))))
+    return Evaluation(tuple(group[0] for group in require_scores(score(groups, rewards))), fitted.left_out)
 
 
 def compare(before: Evaluation, after: Evaluation, seed: int = 0) -> dict[str, Any]:

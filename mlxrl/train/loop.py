@@ -13,13 +13,13 @@ import mlx.optimizers as optim
 from mlxrl.algo import shaping
 from mlxrl.algo.algorithm import at_step, num_top
 from mlxrl.algo.echo import without_special_ids
-from mlxrl.data import indices_of
+from mlxrl.data import Source, indices_of
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.rewards.scoring import RewardLike, Rewards, require_scores, rewards_of, score
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.prefill import context_of
-from mlxrl.rollout.sample import sample
+from mlxrl.rollout.sample import fitting_prompts, sample
 from mlxrl.settings import EpisodeLimits, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.batch import make_batch
 from mlxrl.train.check import check_run, check_tasks
@@ -96,11 +96,12 @@ class Training:
     train: Train
     max_grad_norm: float
     seed: int
+    left_out: int
 
 
 def run(
     policy: Policy,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task] | Source,
     algorithm: Algorithm,
     *,
     reward: RewardLike = None,
@@ -118,6 +119,7 @@ def run(
     """Train to step `steps`. Everything random is a function of (seed, step), so a run can be continued.
 
     Args:
+        tasks: those of `mlxrl.tasks`, or what that reads; prompts that fill the model's context are left out.
         reward: a function of TRL's signature, several, or `Reward(functions=..., weights=..., overlong_buffer=...)`;
             None where a teacher alone teaches, or the environment gives the rewards.
         environment: makes the environment of an episode; see `sample`.
@@ -136,7 +138,8 @@ def run(
         warmup_steps=optimizer.warmup_steps if isinstance(optimizer, Optimizer) else 0,
         episodes=environment is not None,
     )  # fmt: skip
-    check_tasks(len(tasks), rollout)
+    fitted = fitting_prompts(policy, tasks, sampling, environment)
+    check_tasks(len(fitted.tasks), rollout)
     found = teacher_of(policy, algorithm, teacher)
     if environment is not None and found is not None and found.hint is not None:
         raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")
@@ -146,8 +149,9 @@ def run(
     if isinstance(optimizer, Optimizer):
         optimizer = make_optimizer(optimizer, steps, train.updates_per_rollout * train.minibatches)
     training = Training(
-        policy, tasks, algorithm, rewards, shaped, environment, found, rollout, sampling, limits, train, norm, seed
-    )
+        policy, fitted.tasks, algorithm, rewards, shaped, environment, found, rollout, sampling, limits, train, norm,
+        seed, fitted.left_out,
+    )  # fmt: skip
     return _steps(training, steps, state or RunState(optimizer))
 
 
@@ -226,6 +230,7 @@ def _of_step(training: Training, clock: Clock, found: Resampled, groups: Sequenc
     metrics: dict[str, Any] = {
         "groups/used": float(len(groups)),
         "rollout/rounds": float(found.rounds),
+        **({"prompts/left_out": float(training.left_out)} if training.left_out else {}),
         **{f"seconds/{part}": seconds for part, seconds in clock.seconds.items()},
         "rollout/tokens_per_second": tokens / max(clock.seconds["rollout"], 1e-9),
         "memory/peak": float(mx.get_peak_memory()),

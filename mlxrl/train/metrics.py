@@ -92,6 +92,7 @@ def _of_episodes(trajectories: Sequence[Trajectory]) -> Metrics:
         "episodes/turns": len(turns) / len(played),
         "episodes/invalid": float(sum(turn.invalid for turn in turns)),
         "episodes/rewritten": float(sum(turn.history_rewritten for turn in turns)),
+        "episodes/faults": float(sum(bool(turn.fault) for turn in turns)),
         "episodes/errors": float(sum(bool(one.error) for one in played)),
         "episodes/close_errors": float(sum(bool(one.close_error) for one in played)),
         **{f"stops/{stop}": sum(one.stop == stop for one in played) / len(played) for stop in STOPS},
@@ -137,6 +138,10 @@ def warnings_of(metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) 
         lines = [line for one in trajectories if (line := getattr(one, name))]
         if lines:
             found.append(f"{len(lines)} {what}, the first: {one_line(lines[0], 160)}")
+    if faults := [turn.fault for one in trajectories for turn in one.turns if turn.fault]:
+        found.append(
+            f"in {len(faults)} turns something failed besides the model, the first: {one_line(faults[0], 160)}"
+        )
     if context := metrics.get("rollout/context"):
         found.append(f"nothing was sampled: the prompt fills the context of {context:.0f} tokens")
     if dropped := metrics.get("sequences/dropped_tokens"):

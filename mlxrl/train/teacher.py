@@ -12,11 +12,12 @@ import numpy as np
 
 from mlxrl.algo.algorithm import comparison_of
 from mlxrl.errors import UserError, brief
+from mlxrl.messages import is_begun, messages_of
 from mlxrl.policy.logprobs import hidden_at, logprobs, top_k
 from mlxrl.policy.modes import scoring
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.prefix import PrefixRun, with_prefix_runs
-from mlxrl.rollout.chat import render
+from mlxrl.rollout.chat import check_thinking, render
 from mlxrl.train.batch import micro_batch as batched
 from mlxrl.train.minibatches import of_rows
 from mlxrl.train.sequences import sequence_of, up_to_sampled, with_prompt
@@ -68,6 +69,9 @@ def teacher_of(student: Policy, algorithm: Algorithm, given: TeacherLike) -> Tea
         why = "is the student itself, which teaches nothing; wanted a hint, 'base' or another policy"
         raise UserError("teacher", why)
     refuse_other_vocabulary(student.tokenizer, teacher.model.tokenizer)
+    if teacher.thinking is not None and teacher.hint is None:
+        raise UserError("teacher", "thinking", "has no effect without a hint")
+    check_thinking(teacher.model.tokenizer, teacher.thinking, "teacher")
     return teacher
 
 
@@ -179,7 +183,7 @@ def _with_hint(teacher: Teacher, trajectory: Trajectory) -> Trajectory:
 
 
 def hinted(task: Task, hint: str) -> Task:
-    """The task with the text of a column after its last message and an empty line.
+    """The task with the text of a column after its last message that is not the begun answer, and an empty line.
 
     Raises:
         UserError: the task has no such column, or no text in it.
@@ -191,8 +195,14 @@ def hinted(task: Task, hint: str) -> Task:
         raise UserError("teacher", "hint", why)
     if isinstance(task.prompt, str):
         return replace(task, prompt=f"{task.prompt}\n\n{text}")
-    last = task.prompt[-1]
-    return replace(task, prompt=(*task.prompt[:-1], {**last, "content": f"{last['content']}\n\n{text}"}))
+    if not task.messages:
+        raise UserError("teacher", "hint", "wanted a text or messages as prompt, got token ids")
+    messages = messages_of(task.messages)
+    end = len(messages) - is_begun(messages)  # an answer that is continued stays the last message
+    if not end:
+        raise UserError("teacher", "hint", "wanted a message before the answer that is continued, got none")
+    last = {**messages[end - 1], "content": f"{messages[end - 1]['content']}\n\n{text}"}
+    return replace(task, prompt=(*messages[: end - 1], last, *messages[end:]))
 
 
 def _moved(array: mx.array, source: MicroBatch, target: MicroBatch) -> mx.array:
