@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlxrl.errors import UserError
+from mlxrl.cli.streams import tolerant
+from mlxrl.errors import UserError, one_line
 from mlxrl.text import safe
 
 NO_BACKEND = (
@@ -47,14 +48,16 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` is without the program's name."""
-    arguments = _arguments(argv)
-    try:
-        return _run(arguments)
-    except (UserError, OSError) as error:
-        print(f"mlxrl: {safe(' '.join(str(error).split()))}", file=sys.stderr)
-        return getattr(error, "exit_code", 2)
-    except KeyboardInterrupt:
-        return 130
+    with tolerant():
+        arguments = _arguments(argv)
+        try:
+            return _run(arguments)
+        except (UserError, OSError) as error:
+            print(f"mlxrl: {safe(one_line(error))}", file=sys.stderr)
+            return getattr(error, "exit_code", 2)
+        except KeyboardInterrupt:
+            print("mlxrl: stopped", file=sys.stderr)
+            return 130
 
 
 def _run(arguments: argparse.Namespace) -> int:
