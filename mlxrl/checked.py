@@ -32,6 +32,8 @@ from mlxrl.errors import UserError, brief, did_you_mean
 
 T = TypeVar("T")
 LARGEST = 2**31 - 1
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Of float32, in which everything is computed."""
 
 
 class SettingError(UserError):
@@ -41,6 +43,11 @@ class SettingError(UserError):
 def says(sentence: str) -> Meta:
     """What a setting means, for `--help`, the documentation and the list of all keys."""
     return Meta(description=sentence)
+
+
+def at_most(count: int) -> Meta:
+    """The bound of a count above which it asks for more than a machine has; only a message about it names it."""
+    return Meta(extra={"most": count})
 
 
 def because(reason: str) -> Meta:
@@ -164,11 +171,14 @@ def converted(hint: Any, value: Any) -> Any:
     except (msgspec.ValidationError, OverflowError):
         made, right = None, False
     else:
-        right = _filled(hint, made) and (_extra(hint, "infinite") or _finite(made))
+        right = _filled(hint, made) and (_extra(hint, "infinite") or _single(made))
         right = right and (not _extra(hint, "ordered") or _in_order(made))
-    if right:
+    most = _extra(hint, "most")
+    if right and (most is None or made <= most):
         return made
-    why = _extra(hint, "why")
+    if right:
+        raise SettingError(f"wanted at most {most:,}, got {made:,}")
+    why = "a float32 is between 1.2e-38 and 3.4e38 in size" if _beyond(made) else _extra(hint, "why")
     near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else ""
     raise SettingError(f"wanted {wanted(hint)}, got {brief(value)}{near or (f'; {why}' if why else '')}")
 
@@ -181,10 +191,16 @@ def _filled(hint: Any, value: Any) -> bool:
     return all(_filled(hint, item) for item in value) if isinstance(value, tuple) else True
 
 
-def _finite(value: Any) -> bool:
+def _single(value: Any) -> bool:
+    """Whether the numbers of a value are finite as float32, and not 0 only there."""
     if isinstance(value, float):
-        return math.isfinite(value)
-    return all(map(_finite, value)) if isinstance(value, tuple | list) else True
+        return value == 0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
+    return all(map(_single, value)) if isinstance(value, tuple | list) else True
+
+
+def _beyond(value: Any) -> bool:
+    """Whether a value is a finite number of Python's that is none of float32."""
+    return isinstance(value, float) and math.isfinite(value) and not _single(value)
 
 
 def _in_order(value: Any) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mlxrl.errors import UserError, brief, did_you_mean, one_line
+from mlxrl.files import expanded
 from mlxrl.types import Message, Task
 
 Source: TypeAlias = str | Path | Sequence[Mapping[str, Any]]
@@ -86,7 +87,7 @@ def _examples(source: Source) -> Iterator[tuple[str, Any]]:
     if isinstance(source, str) and source.startswith("hf:"):
         return _hugging_face(source)
     if isinstance(source, str | Path):
-        return _file(Path(source).expanduser())
+        return _file(expanded(source))
     return ((f"example {number}", example) for number, example in enumerate(source, 1))
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import resource
 from collections.abc import Iterable
 from typing import Any, ClassVar, Self
+
+
+OPEN_FILES = 4096
 
 
 class UserError(ValueError):
@@ -24,6 +29,13 @@ class UserError(ValueError):
     def within(self, *outer: str) -> Self:
         """The same error with the places around it in front."""
         return type(self)(*outer, *self.parts)
+
+
+def require_open_files() -> None:
+    """UserError where a process may not open as many files as mlx-lm asks for when it is imported."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if os.geteuid() and most != resource.RLIM_INFINITY and most < OPEN_FILES:
+        raise UserError("ulimit -n", f"wanted at least {OPEN_FILES} open files, as mlx-lm asks for, got {most}; raise it")
 
 
 def one_line(text: object, width: int | None = None) -> str:
@@ -53,7 +65,7 @@ def brief(value: Any, width: int = 60) -> str:
     try:
         text = json.dumps(value, default=repr, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError):
-        text = f"a {type(value).__name__} that cannot be written out"
+        text = f"a value of type {type(value).__name__} that cannot be written out"
     return one_line(text, width)
 
 

@@ -64,7 +64,7 @@ def test_a_run_leaves_its_folder(folder, capsys):
     assert evaluation["interval"][0] <= evaluation["difference"] <= evaluation["interval"][1]
     whens = [event["when"] for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
     assert whens == ["before training", "after step 2", "after training"]
-    assert tomllib.loads((run / "config.toml").read_text())["run"]["folder"] == "out/run"
+    assert tomllib.loads((run / "config.toml").read_text())["run"]["folder"] == str(run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-00000{n}" for n in (1, 2, 3, 4)]
     assert "2 prompts x 4 completions = 8 completions of at most 12 tokens" in out
     assert "3 evaluations of 8 examples" in out

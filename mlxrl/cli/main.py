@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxrl.cli.streams import tolerant
-from mlxrl.errors import UserError, one_line
+from mlxrl.errors import UserError, one_line, require_open_files
 from mlxrl.text import safe
 
 NO_BACKEND = (
@@ -68,6 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
         import mlx.core  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
         raise UserError(f"{NO_BACKEND} ({error})") from error
+    require_open_files()
     from mlxrl.runs.experiment import Experiment
 
     experiment = Experiment.of(settings, origin)

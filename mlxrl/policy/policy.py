@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl import settings
-from mlxrl.errors import UserError, message_of, one_line
+from mlxrl.errors import UserError, message_of, one_line, require_open_files
+from mlxrl.files import expanded
 from mlxrl.policy import lora as adapters
 from mlxrl.policy.head import Head, split
 from mlxrl.policy.lora import Adapted
@@ -96,7 +97,7 @@ def load(
 
 
 def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
-    path = Path(id).expanduser()
+    path = expanded(id)
     if id.endswith(".gguf"):
         from mlxrl.policy import gguf
 
@@ -120,6 +121,7 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
         raise ModelError("model", "id", f"{id} has no config.json; wanted an mlx-lm model folder")
     if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
         raise ModelError("model", "id", f"no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
+    require_open_files()
     import mlx_lm
 
     try:
@@ -131,7 +133,7 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
 
 def folder_of(id: str) -> Path | None:
     """The folder of a model that is on this machine, also of an id that was fetched before; None where it is not."""
-    path = Path(id).expanduser()
+    path = expanded(id)
     if path.exists() or id.count("/") != 1:
         return path if path.is_dir() else None
     from huggingface_hub import snapshot_download

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl.errors import UserError
+from mlxrl.files import expanded
 from mlxrl.policy import gguf
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.lora import Adapted, adapt, adapted
@@ -100,7 +100,7 @@ def skeleton(id: str, dtype: str | None = None) -> Skeleton:
     Raises:
         UserError: its files are not here, or make no model.
     """
-    path, folder = Path(id).expanduser(), folder_of(id)
+    path, folder = expanded(id), folder_of(id)
     if id.endswith(".gguf"):
         config, tokenizer, usual = gguf.outline(path, packed=dtype is None)
         model, files = built(config), [path]
