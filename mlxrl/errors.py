@@ -9,7 +9,6 @@ import resource
 from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
-
 OPEN_FILES = 4096
 
 
@@ -35,7 +34,8 @@ def require_open_files() -> None:
     """UserError where a process may not open as many files as mlx-lm asks for when it is imported."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if os.geteuid() and most != resource.RLIM_INFINITY and most < OPEN_FILES:
-        raise UserError("ulimit -n", f"wanted at least {OPEN_FILES} open files, as mlx-lm asks for, got {most}; raise it")
+        why = f"wanted at least {OPEN_FILES} open files, as mlx-lm asks for, got {most}; raise the limit"
+        raise UserError("ulimit -n", why)
 
 
 def one_line(text: object, width: int | None = None) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from mlxrl.cli.streams import tolerant
 from mlxrl.errors import UserError, one_line, require_open_files
+from mlxrl.files import expanded
 from mlxrl.text import safe
 
 NO_BACKEND = (
@@ -64,6 +65,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from mlxrl.config import read
 
     settings, origin = read(arguments.config, arguments.overrides)
+    free = Path("runs", Path(arguments.config).stem).absolute()  # before user code changes the directory
+    adapter = getattr(arguments, "adapter", None) and str(expanded(arguments.adapter).absolute())
     try:
         import mlx.core  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
@@ -72,19 +75,18 @@ def _run(arguments: argparse.Namespace) -> int:
     from mlxrl.runs.experiment import Experiment
 
     experiment = Experiment.of(settings, origin)
-    name = Path(arguments.config).stem
     if arguments.command == "eval":
         from mlxrl.cli import eval
 
-        return eval.command(experiment, arguments.adapter)
+        return eval.command(experiment, adapter)
     if arguments.command == "plan":
         from mlxrl.cli import plan
 
-        return plan.command(experiment, name, memory=arguments.memory, fit=arguments.fit, as_json=arguments.json)
+        return plan.command(experiment, free, memory=arguments.memory, fit=arguments.fit, as_json=arguments.json)
     from mlxrl.cli import train
 
     line = [arguments.config, *arguments.overrides]
-    return train.command(experiment, name, line, dry_run=arguments.dry_run, memory=arguments.memory)
+    return train.command(experiment, free, line, dry_run=arguments.dry_run, memory=arguments.memory)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

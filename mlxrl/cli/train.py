@@ -10,7 +10,7 @@ from mlxrl.cli import plan
 from mlxrl.console import Console
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
-from mlxrl.runs.folder import create, free_folder, refuse_taken
+from mlxrl.runs.folder import claim, claim_free, free_folder, near, refuse_taken
 from mlxrl.runs.memory_limits import limited
 from mlxrl.runs.run import Run, summary
 from mlxrl.runs.shutdown import Shutdown
@@ -18,33 +18,43 @@ from mlxrl.runs.sinks import MetricsFile, SamplesFile
 
 
 def command(
-    experiment: Experiment, name: str, line: Sequence[str], *, dry_run: bool = False, memory: float | None = None
+    experiment: Experiment, free: Path, line: Sequence[str], *, dry_run: bool = False, memory: float | None = None
 ) -> int:
     """Train as a config says, or print what that would be.
 
     Args:
-        name: of the run, where the config has no folder for it; line: the command line, for the manifest.
+        free: the run's folder, where the config has none and nobody else has taken it; line: the command line, for the
+            manifest.
     """
     config = experiment.config
-    path = Path(config.run.folder or free_folder(Path("runs") / name)).expanduser()
+    path = Path(config.run.folder or free_folder(free))
     refuse_taken(path)
-    experiment = replace(experiment, config=replace(config, run=replace(config.run, folder=str(path))))
     wanted = dry_run or config.train.tokens_per_pass is None
     found = plan.planned(experiment, memory) if wanted else ""
     experiment, chosen = plan.settled(experiment, found)
     if dry_run:
-        return _dry_run(experiment, chosen, found)
-    with Shutdown().listening() as shutdown:
-        folder = create(path, experiment.toml())
+        return _dry_run(_in(experiment, path), chosen, found)
+    with Shutdown().listening() as shutdown, limited(config.memory):
+        console = Console(config.steps, config.run.samples_every)
+        with console.busy(f"loading {near(config.model.id)}"):
+            policy = experiment.load()
+            teacher = experiment.teacher(policy)
+        folder = claim(path) if config.run.folder else claim_free(free)
+        experiment = _in(experiment, folder.path)
+        folder.begin(experiment.toml())
         folder.record(
             command=["mlxrl", "train", "--config", *line], seed=config.seed, versions=facts.versions(),
             device=facts.device(), data=_digests(experiment),
         )  # fmt: skip
-        console = Console(config.steps, config.run.samples_every)
-        sinks = (console, MetricsFile(path), SamplesFile(path), *experiment.sinks)
+        sinks = (console, MetricsFile(folder.path), SamplesFile(folder.path), *experiment.sinks)
         lines = [("a pass", f"at most {chosen}")] if chosen else []
-        with limited(config.memory):
-            return Run(experiment, folder, shutdown, sinks, console.busy, lines)()
+        return Run(experiment, folder, policy, teacher, shutdown, sinks, console.busy, lines)()
+
+
+def _in(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with its folder."""
+    config = experiment.config
+    return replace(experiment, config=replace(config, run=replace(config.run, folder=str(folder))))
 
 
 def _digests(experiment: Experiment) -> list[dict[str, object]]:

@@ -98,17 +98,22 @@ class Experiment:
             render(policy.tokenizer, task, thinking=sampling.thinking)
         return policy
 
-    def teacher(self) -> Teacher | None:
-        """The teacher, its model loaded where it has one of its own; None for an algorithm without one."""
+    def teacher(self, policy: Policy) -> Teacher | None:
+        """The teacher of a policy, its model loaded where it has one of its own; None for an algorithm without one.
+
+        Raises:
+            UserError: it cannot be had, or has another vocabulary.
+        """
         from mlxrl.policy.policy import load
-        from mlxrl.train.teacher import Teacher
+        from mlxrl.train.teacher import Teacher, teacher_of
 
         given = self.config.teacher
         if "teacher" not in self.algorithm.needs:
             return None
         own = given.id not in (None, "base")
-        policy = load(given.id or "", lora=None, dtype=given.dtype, adapter=given.adapter) if own else None
-        return Teacher(policy, base=given.id == "base", hint=given.hint, thinking=given.thinking)
+        loaded = load(given.id or "", lora=None, dtype=given.dtype, adapter=given.adapter) if own else None
+        teacher = Teacher(loaded, base=given.id == "base", hint=given.hint, thinking=given.thinking)
+        return teacher_of(policy, self.algorithm, teacher)
 
     def limits(self) -> EpisodeLimits:
         """What an episode may take."""
@@ -118,14 +123,14 @@ class Experiment:
             invalid_penalty=world.invalid_penalty,
         )  # fmt: skip
 
-    def steps(self, policy: Policy, state: RunState) -> Iterator[Step]:
+    def steps(self, policy: Policy, teacher: Teacher | None, state: RunState) -> Iterator[Step]:
         """The steps of training from a state on, each taken when it is asked for."""
         from mlxrl.train.loop import run
 
         config = self.config
         return run(
             policy, self.tasks, self.algorithm, reward=replace(config.reward, functions=self.rewards.functions),
-            environment=self.environment, teacher=self.teacher(), steps=config.steps, rollout=config.rollout,
+            environment=self.environment, teacher=teacher, steps=config.steps, rollout=config.rollout,
             sampling=config.sampling, limits=self.limits(), train=config.train, optimizer=config.optimizer,
             seed=config.seed, state=state,
         )  # fmt: skip
