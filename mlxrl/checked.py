@@ -17,6 +17,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    ParamSpec,
     TypeVar,
     Union,
     dataclass_transform,
@@ -29,8 +30,9 @@ import msgspec
 from msgspec import Meta
 
 from mlxrl.errors import UserError, brief, did_you_mean
+from mlxrl.names import foreign
 
-T = TypeVar("T")
+P, T = ParamSpec("P"), TypeVar("T")
 LARGEST = 2**31 - 1
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Of float32, in which everything is computed."""
@@ -71,6 +73,10 @@ Interval = Annotated[
 """Two bounds, either of which may be missing."""
 
 
+CHECKED: list[Any] = []
+"""Every class of settings."""
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def checked(table: str) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen dataclass of keywords that checks its fields. `table` is its name in TOML.
@@ -85,6 +91,7 @@ def checked(table: str) -> Callable[[type[T]], type[T]]:
         own.__annotations__ = {"table": ClassVar[str], **inspect.get_annotations(own)}
         made: Any = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(own)
         made.__init__ = _known_keywords(made, made.__init__)
+        CHECKED.append(made)
         return made
 
     return decorate
@@ -138,11 +145,24 @@ def _known_keywords(cls: Any, initialise: Callable[..., None]) -> Callable[..., 
 
 
 def refuse_unknown(table: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """SettingError for a key that is none of those known."""
+    """SettingError for a key that is none of those known: with what it is called here, or where it belongs."""
     for name in given:
         if name not in known:
-            hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+            home = next((f"; wanted {cls.__name__}({name}=...)" for cls in CHECKED if name in hints_of(cls)), "")
+            hint = foreign(name) or home or did_you_mean(name, known) or f"; there are {', '.join(known)}"
             raise SettingError(table, f"unknown key {name!r}{hint}")
+
+
+def keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function refuse a keyword that it has not in one line, which names the right one."""
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def called(*arguments: P.args, **given: P.kwargs) -> T:
+        refuse_unknown(function.__name__, given, known)
+        return function(*arguments, **given)
+
+    return called
 
 
 @cache

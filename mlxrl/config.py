@@ -17,6 +17,7 @@ import tomli_w
 from mlxrl.checked import SettingError, hints_of, sentence_of, wanted
 from mlxrl.errors import UserError, brief, did_you_mean, one_line
 from mlxrl.files import expanded
+from mlxrl.names import foreign
 from mlxrl.plugins import located
 from mlxrl.settings import Config
 
@@ -220,8 +221,10 @@ def _refuse_strange(values: Mapping[str, Any]) -> None:
 
 
 def _near(key: str, known: Mapping[str, Any], table: str = "") -> str:
-    """The key that may be meant: of the table it stands in, or by the same name in another one."""
+    """The key that may be meant: another library's, of the table it stands in, or by the same name in another one."""
     own = hints_of(known[table]) if table else hints_of(Config)
+    if there := foreign(key):
+        return there
     homes = [name for name, cls in known.items() if key in hints_of(cls)]
     if homes:
         return f"; did you mean '{homes[0]}.{key}'?"

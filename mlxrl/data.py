@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from mlxrl.errors import UserError, brief, did_you_mean, one_line
 from mlxrl.files import expanded
+from mlxrl.names import same_column
 from mlxrl.types import Message, Task
 
 Source: TypeAlias = str | Path | Sequence[Mapping[str, Any]]
@@ -148,7 +149,7 @@ def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], sys
     values: dict[str, Any] = {str(name): value for name, value in example.items()}
     for name, wanted_by in {prompt: "the prompt", **{old: f"{new!r}" for new, old in columns.items()}}.items():
         if name not in values:
-            there_are = f"{', '.join(values) or 'none'}{did_you_mean(name, values)}"
+            there_are = f"{', '.join(values) or 'none'}{_near(name, values)}"
             raise DataError(where, f"no column {name!r}, wanted as {wanted_by}; there are: {there_are}")
     moved = {*columns.values(), *({prompt} if prompt in RESERVED else ())}  # functions get it as `prompts` anyway
     kept = {name: value for name, value in values.items() if name not in moved}
@@ -156,6 +157,12 @@ def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], sys
     if taken := next((name for name in RESERVED if name in kept), None):
         raise DataError(where, f"column {taken!r} has the name of a keyword of rewards; rename it in data.columns")
     return Task(_prompt(f"{where}: {prompt}", values[prompt], system), kept)
+
+
+def _near(name: str, columns: Mapping[str, Any]) -> str:
+    """The column that may be meant where one is missing."""
+    other = same_column(name, columns)
+    return f"; did you mean {other!r}?" if other else did_you_mean(name, columns)
 
 
 def _prompt(where: str, value: Any, system: str | None) -> str | tuple[Message, ...]:

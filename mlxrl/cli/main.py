@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from mlxrl.cli.streams import tolerant
 from mlxrl.errors import UserError, one_line, require_open_files
 from mlxrl.files import expanded
+from mlxrl.names import foreign
 from mlxrl.text import safe
 
 NO_BACKEND = (
@@ -110,7 +111,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
         parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
     if unknown := next((word for word in rest if word.startswith("-")), None):
-        parser.error(f"unknown option {unknown}")
+        parser.error(f"unknown option {unknown}{_meant(unknown)}")
     if arguments.command is None:
         parser.error("wanted a command, train, eval or plan")
     arguments.overrides += rest  # those that argparse leaves over when options stand between them
@@ -130,6 +131,15 @@ def _command(commands: Any, name: str, about: str) -> Parser:
     command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     return command
+
+
+def _meant(option: str) -> str:
+    """The key that an unknown option may stand for."""
+    from mlxrl.config import keys
+
+    name = option.partition("=")[0].lstrip("-").replace("-", "_")
+    same = next((key.name for key in keys() if name in (key.name, key.name.rpartition(".")[2])), None)
+    return foreign(name) or (f"; here it is {same}=..." if same else "")
 
 
 def _gigabytes(word: str) -> float:

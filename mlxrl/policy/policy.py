@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl import settings
+from mlxrl.checked import keywords
 from mlxrl.errors import UserError, message_of, one_line, require_open_files
 from mlxrl.files import expanded
 from mlxrl.policy import lora as adapters
@@ -68,6 +69,7 @@ def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: st
     return Policy(model, tokenizer, split(model), lora, shares_prefix(model), source)
 
 
+@keywords
 def load(
     id: str,
     *,

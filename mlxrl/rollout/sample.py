@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import mlx.core as mx
 
+from mlxrl.checked import keywords
 from mlxrl.errors import UserError
 from mlxrl.policy.modes import decoding
 from mlxrl.policy.policy import Policy
@@ -32,6 +33,7 @@ class Interrupted(KeyboardInterrupt):
         self.groups = groups
 
 
+@keywords
 def sample(
     policy: Policy,
     tasks: Sequence[Task],

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxrl.checked import keywords
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.rewards.scoring import RewardLike, require_scores, rewards_of, score
@@ -43,6 +44,7 @@ class Evaluation:
         }
 
 
+@keywords
 def evaluate(
     policy: Policy,
     tasks: Sequence[Task],
