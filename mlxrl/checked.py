@@ -32,7 +32,8 @@ from msgspec import Meta
 from mlxrl.errors import UserError, brief, did_you_mean
 from mlxrl.names import foreign
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 LARGEST = 2**31 - 1
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Of float32, in which everything is computed."""
@@ -193,7 +194,7 @@ def converted(hint: Any, value: Any) -> Any:
     else:
         right = _filled(hint, made) and (_extra(hint, "infinite") or _single(made))
         right = right and (not _extra(hint, "ordered") or _in_order(made))
-    most = _extra(hint, "most")
+    most: int | None = _extra(hint, "most")
     if right and (most is None or made <= most):
         return made
     if right:
@@ -214,7 +215,7 @@ def _filled(hint: Any, value: Any) -> bool:
 def _single(value: Any) -> bool:
     """Whether the numbers of a value are finite as float32, and not 0 only there."""
     if isinstance(value, float):
-        return value == 0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
+        return value == 0.0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
     return all(map(_single, value)) if isinstance(value, tuple | list) else True
 
 

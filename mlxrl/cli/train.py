@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxrl.cli import plan
+from mlxrl.cli.trial import Trial, trial
 from mlxrl.console import Console
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
@@ -15,6 +16,7 @@ from mlxrl.runs.memory_limits import limited
 from mlxrl.runs.run import Run, summary
 from mlxrl.runs.shutdown import Shutdown
 from mlxrl.runs.sinks import MetricsFile, SamplesFile
+from mlxrl.text import safe
 
 
 def command(
@@ -29,11 +31,12 @@ def command(
     config = experiment.config
     path = Path(config.run.folder or free_folder(free))
     refuse_taken(path)
+    tried = trial(experiment) if dry_run else None
     wanted = dry_run or config.train.tokens_per_pass is None
     found = plan.planned(experiment, memory) if wanted else ""
     experiment, chosen = plan.settled(experiment, found)
-    if dry_run:
-        return _dry_run(_in(experiment, path), chosen, found)
+    if tried is not None:
+        return _dry_run(_in(experiment, path), tried, chosen, found)
     with Shutdown().listening() as shutdown, limited(config.memory):
         console = Console(config.steps, config.run.samples_every)
         with console.busy(f"loading {near(config.model.id)}"):
@@ -63,25 +66,20 @@ def _digests(experiment: Experiment) -> list[dict[str, object]]:
     return [facts.data_digest(data.train, experiment.tasks), *held_out]
 
 
-def _dry_run(experiment: Experiment, chosen: str, found: plan.Plan | str) -> int:
-    """Print the resolved config and, as comments in it, what would be done."""
-    from mlxrl.policy.skeleton import NotHere, outline
-
-    model = experiment.config.model.id
-    try:
-        adapted = outline(model, experiment.config.lora)
-    except NotHere:
-        adapted = None
+def _dry_run(experiment: Experiment, tried: Trial, chosen: str, found: plan.Plan | str) -> int:
+    """Print the resolved config and, as comments in it, what was tried and what would be done."""
     print(experiment.toml())
-    for label, value in summary(experiment):
-        print(f"# {label}: {value}")
-    if adapted is None:
-        print(f"# adapted: known once {model} is on this machine")
-    for line in adapted or ():
+    comments = [f"{label}: {value}" for label, value in summary(experiment)]
+    for line in tried.adapted:
         shape = " x ".join(map(str, line.shape))
-        print(f"# adapted: {line.key} ({line.layer} {shape}), {line.count} times, {line.parameters:,} parameters")
+        comments.append(
+            f"adapted: {line.key} ({line.layer} {shape}), {line.count} times, {line.parameters:,} parameters"
+        )
+    if not tried.adapted:
+        comments.append(f"adapted: known once {experiment.config.model.id} is on this machine; it can be fetched")
+    comments += [f"tried: {line}" for line in tried.found]
     if chosen:
-        print(f"# memory: tokens_per_pass is at most {chosen}")
-    for line in [found] if isinstance(found, str) else plan.lines(found):
-        print(f"# memory: {line}")
+        comments.append(f"memory: tokens_per_pass is at most {chosen}")
+    comments += [f"memory: {line}" for line in ([found] if isinstance(found, str) else plan.lines(found))]
+    print("\n".join(f"# {safe(line)}" for line in comments))
     return 0

@@ -115,11 +115,10 @@ def skeleton(id: str, dtype: str | None = None) -> Skeleton:
     return Skeleton(id, config, model, tokenizer, sum(file.stat().st_size for file in files))
 
 
-def outline(id: str, lora: LoRA) -> list[Adapted]:
-    """What `load` would adapt, without loading weights; errors as of `skeleton`."""
-    model = skeleton(id).model
-    adapt(model, lora)
-    return adapted(model)
+def outline(model: Skeleton, lora: LoRA) -> list[Adapted]:
+    """What `load` would adapt, without loading weights; AdapterError for a key that matches nothing."""
+    adapt(model.model, lora)
+    return adapted(model.model)
 
 
 def _packing(module: Any) -> dict[str, Any] | bool:

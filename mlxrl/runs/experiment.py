@@ -87,16 +87,26 @@ class Experiment:
             UserError: it cannot be had, or its template or tokenizer does not take the prompts or the sampling.
         """
         from mlxrl.policy.policy import load
+
+        model = self.config.model
+        lora = self.config.lora if trained else None
+        policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
+        self.check_prompts(policy.tokenizer, trained=trained)
+        return policy
+
+    def check_prompts(self, tokenizer: Any, *, trained: bool = True) -> None:
+        """UserError where a tokenizer or its template does not take the sampling or the prompts.
+
+        Args:
+            trained: whether there are examples to be trained on, besides those held out.
+        """
         from mlxrl.rollout.chat import render
         from mlxrl.rollout.stop_rules import rules_of
 
-        model, sampling = self.config.model, self.config.sampling
-        lora = self.config.lora if trained else None
-        policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
-        rules_of(policy.tokenizer, sampling)
-        for task in (self.tasks if trained else self.held_out) if self.environment is None else ():
-            render(policy.tokenizer, task, thinking=sampling.thinking)
-        return policy
+        sampling = self.config.sampling
+        rules_of(tokenizer, sampling)
+        for task in (*(self.tasks if trained else ()), *self.held_out) if self.environment is None else ():
+            render(tokenizer, task, thinking=sampling.thinking)
 
     def teacher(self, policy: Policy) -> Teacher | None:
         """The teacher of a policy, its model loaded where it has one of its own; None for an algorithm without one.
