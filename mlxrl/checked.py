@@ -17,6 +17,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    ParamSpec,
     TypeVar,
     Union,
     dataclass_transform,
@@ -29,9 +30,13 @@ import msgspec
 from msgspec import Meta
 
 from mlxrl.errors import UserError, brief, did_you_mean
+from mlxrl.names import foreign
 
+P = ParamSpec("P")
 T = TypeVar("T")
 LARGEST = 2**31 - 1
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Of float32, in which everything is computed."""
 
 
 class SettingError(UserError):
@@ -41,6 +46,11 @@ class SettingError(UserError):
 def says(sentence: str) -> Meta:
     """What a setting means, for `--help`, the documentation and the list of all keys."""
     return Meta(description=sentence)
+
+
+def at_most(count: int) -> Meta:
+    """The bound of a count above which it asks for more than a machine has; only a message about it names it."""
+    return Meta(extra={"most": count})
 
 
 def because(reason: str) -> Meta:
@@ -64,6 +74,10 @@ Interval = Annotated[
 """Two bounds, either of which may be missing."""
 
 
+CHECKED: list[Any] = []
+"""Every class of settings."""
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def checked(table: str) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen dataclass of keywords that checks its fields. `table` is its name in TOML.
@@ -78,6 +92,7 @@ def checked(table: str) -> Callable[[type[T]], type[T]]:
         own.__annotations__ = {"table": ClassVar[str], **inspect.get_annotations(own)}
         made: Any = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(own)
         made.__init__ = _known_keywords(made, made.__init__)
+        CHECKED.append(made)
         return made
 
     return decorate
@@ -131,11 +146,24 @@ def _known_keywords(cls: Any, initialise: Callable[..., None]) -> Callable[..., 
 
 
 def refuse_unknown(table: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """SettingError for a key that is none of those known."""
+    """SettingError for a key that is none of those known: with what it is called here, or where it belongs."""
     for name in given:
         if name not in known:
-            hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+            home = next((f"; wanted {cls.__name__}({name}=...)" for cls in CHECKED if name in hints_of(cls)), "")
+            hint = foreign(name) or home or did_you_mean(name, known) or f"; there are {', '.join(known)}"
             raise SettingError(table, f"unknown key {name!r}{hint}")
+
+
+def keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function refuse a keyword that it has not in one line, which names the right one."""
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def called(*arguments: P.args, **given: P.kwargs) -> T:
+        refuse_unknown(function.__name__, given, known)
+        return function(*arguments, **given)
+
+    return called
 
 
 @cache
@@ -164,11 +192,14 @@ def converted(hint: Any, value: Any) -> Any:
     except (msgspec.ValidationError, OverflowError):
         made, right = None, False
     else:
-        right = _filled(hint, made) and (_extra(hint, "infinite") or _finite(made))
+        right = _filled(hint, made) and (_extra(hint, "infinite") or _single(made))
         right = right and (not _extra(hint, "ordered") or _in_order(made))
-    if right:
+    most: Any = _extra(hint, "most")
+    if right and (most is None or made <= most):
         return made
-    why = _extra(hint, "why")
+    if right:
+        raise SettingError(f"wanted at most {most:,}, got {made:,}")
+    why = "a float32 is between 1.2e-38 and 3.4e38 in size" if _beyond(made) else _extra(hint, "why")
     near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else ""
     raise SettingError(f"wanted {wanted(hint)}, got {brief(value)}{near or (f'; {why}' if why else '')}")
 
@@ -181,10 +212,16 @@ def _filled(hint: Any, value: Any) -> bool:
     return all(_filled(hint, item) for item in value) if isinstance(value, tuple) else True
 
 
-def _finite(value: Any) -> bool:
+def _single(value: Any) -> bool:
+    """Whether the numbers of a value are finite as float32, and not 0 only there."""
     if isinstance(value, float):
-        return math.isfinite(value)
-    return all(map(_finite, value)) if isinstance(value, tuple | list) else True
+        return value == 0.0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
+    return all(map(_single, value)) if isinstance(value, tuple | list) else True
+
+
+def _beyond(value: Any) -> bool:
+    """Whether a value is a finite number of Python's that is none of float32."""
+    return isinstance(value, float) and math.isfinite(value) and not _single(value)
 
 
 def _in_order(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,9 @@ from typing import Any, TypeVar
 import tomli_w
 
 from mlxrl.checked import SettingError, hints_of, sentence_of, wanted
-from mlxrl.errors import UserError, brief, did_you_mean
+from mlxrl.errors import UserError, brief, did_you_mean, one_line
+from mlxrl.files import expanded
+from mlxrl.names import foreign
 from mlxrl.plugins import located
 from mlxrl.settings import Config
 
@@ -27,6 +30,9 @@ class ConfigError(UserError):
 
 _BARE = re.compile(r"[^\s\"'\[\]{}#][^\"'\[\]{}#\n]*")
 """An override's value that may be meant as a text without its quotes."""
+
+DEEPEST = 20
+"""Tables and lists within one another."""
 
 RENAMED = {
     **{
@@ -81,7 +87,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origi
     Raises:
         ConfigError: one line.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     values, overridden = _parse(path), set[str]()
     for override in overrides:
         values = _merged(values, assignment := _assignment(override))
@@ -96,32 +102,57 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origi
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return _sound(str(path), _toml(path.read_text(encoding="utf-8-sig")))
     except FileNotFoundError:
         raise ConfigError(str(path), "no such file; wanted a config in TOML") from None
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(str(path), "wanted TOML in UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except ConfigError:
+        raise
+    except ValueError as error:
         raise ConfigError(str(path), f"not TOML: {error}") from None
     except RecursionError:
         raise ConfigError(str(path), "not TOML: nested too deeply") from None
+
+
+def _toml(text: str) -> dict[str, Any]:
+    """A text's values. Numbers of any length are read, so that `_sound` can say where they stand."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return tomllib.loads(text)
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def _sound(place: str, value: Any, *path: str) -> Any:
+    """A value; ConfigError where it is nested too deeply, or has a whole number that TOML has not."""
+    if len(path) > DEEPEST:
+        raise ConfigError(place, ".".join(path[:3]), "nested too deeply")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(place, *path, f"wanted a whole number of 64 bits, got one of {value.bit_length()} bits")
+    if isinstance(value, Mapping | list):
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _sound(place, item, *path, *([str(name)] if isinstance(value, Mapping) else [f"entry {name + 1}"]))
+    return value
 
 
 def _assignment(override: str) -> dict[str, Any]:
     """`a.b=value` as nested tables."""
     key, equals, value = (part.strip() for part in override.partition("="))
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
-        raise ConfigError("command line", f"wanted key=value such as optimizer.learning_rate=2e-5, got {override!r}")
+        got = one_line(repr(override), 100)
+        raise ConfigError("command line", f"wanted key=value such as optimizer.learning_rate=2e-5, got {got}")
     try:
-        parsed: Any = tomllib.loads(f"value = {value}\n")["value"] if "\n" not in value else value
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        parsed: Any = _toml(f"value = {value}\n")["value"] if "\n" not in value else value
+    except (ValueError, RecursionError) as error:
         if not _BARE.fullmatch(value):
-            raise ConfigError(
-                "command line", key, f"{value!r} is not TOML ({error}); texts stand in quotes, '{key}=\"...\"'"
-            ) from None
+            why = f"{one_line(repr(value), 100)} is not TOML ({error}); texts stand in quotes, '{key}=\"...\"'"
+            raise ConfigError("command line", key, why) from None
         parsed = value
+    _sound("command line", parsed, *key.split("."))
     for part in reversed(key.split(".")):
         parsed = {part: parsed}
     return parsed
@@ -190,8 +221,10 @@ def _refuse_strange(values: Mapping[str, Any]) -> None:
 
 
 def _near(key: str, known: Mapping[str, Any], table: str = "") -> str:
-    """The key that may be meant: of the table it stands in, or by the same name in another one."""
+    """The key that may be meant: another library's, of the table it stands in, or by the same name in another one."""
     own = hints_of(known[table]) if table else hints_of(Config)
+    if there := foreign(key):
+        return there
     homes = [name for name, cls in known.items() if key in hints_of(cls)]
     if homes:
         return f"; did you mean '{homes[0]}.{key}'?"
@@ -214,9 +247,10 @@ def _located(config: Config, folder: Path) -> Config:
         world = replace(world, factory=_within(("environment", "factory"), located, world.factory, folder))
     functions = tuple(_within(("reward", "functions"), located, name, folder) for name in config.reward.functions)
     sinks = tuple(_within(("run", "sinks"), located, name, folder) for name in config.run.sinks)
+    home = None if config.run.folder is None else str(expanded(config.run.folder).absolute())
     return replace(
         config, data=data, teacher=teacher, environment=world, algorithm=_algorithm(config.algorithm, folder),
-        reward=replace(config.reward, functions=functions), run=replace(config.run, sinks=sinks),
+        reward=replace(config.reward, functions=functions), run=replace(config.run, sinks=sinks, folder=home),
         model=model,
     )  # fmt: skip
 
@@ -242,7 +276,7 @@ def _source(name: str, folder: Path, key: str) -> str:
 
 def _model(id: str, folder: Path, table: str = "model") -> str:
     """A path that exists as an absolute one, a Hugging Face id as it is."""
-    looks_like_path = id.startswith((".", "/", "~")) or id.endswith((".gguf", "/")) or id.count("/") > 1
+    looks_like_path = id.startswith((".", "/", "~")) or id.endswith((".gguf", "/")) or id.count("/") > 1 or "\0" in id
     if _found(id, folder) is None and not looks_like_path:
         return id
     return _existing(id, folder, table, "id", "folder or file")
@@ -255,7 +289,7 @@ def _existing(name: str, folder: Path, table: str, key: str, kind: str) -> str:
 
 
 def _found(name: str, folder: Path) -> Path | None:
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         return next(((base / path).resolve() for base in (folder, Path.cwd()) if (base / path).exists()), None)
     except (OSError, ValueError):  # too long, a NUL, a loop of links

@@ -7,7 +7,6 @@ file has written goes through `safe`.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,22 +33,11 @@ SAMPLE_WIDTH = 240
 MARKS = {"+": ("▲", "green"), "-": ("▼", "red"), "=": ("·", "dim"), "": (" ", "")}
 
 
-class Unbroken(Rich):
-    """A console whose reader may go away: what it would have shown is dropped, and the run continues."""
-
-    def on_broken_pipe(self) -> None:
-        """The stream is turned away, so that nothing raises when Python flushes it at the end."""
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())
-        os.close(nowhere)
-
-
 class Console(Sink):
     """Writes a run of so many steps to a stream, standard output by default."""
 
     def __init__(self, steps: int, samples_every: int = 0, *, stream: IO[str] | None = None, width: int | None = None):
-        self._rich = Unbroken(file=stream, width=width, highlight=False, emoji=False, markup=False)
+        self._rich = Rich(file=stream, width=width, highlight=False, emoji=False, markup=False)
         self._terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._unicode = self._rich.encoding.lower().replace("-", "").startswith("utf")
         self._steps, self._samples_every = steps, samples_every

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mlxrl.errors import UserError, brief, did_you_mean, one_line
-from mlxrl.files import StrictError, is_deep, strict_json
+from mlxrl.files import StrictError, expanded, is_deep, strict_json
 from mlxrl.messages import checked_text, messages_of, text_messages
+from mlxrl.names import same_column
 from mlxrl.types import Message, Task
 
 Source: TypeAlias = str | Path | Iterable[Mapping[str, Any] | Task]
@@ -102,7 +103,7 @@ def _examples(source: Source) -> Iterator[tuple[str, Any]]:
     if isinstance(source, str) and source.startswith("hf:"):
         return _hugging_face(source)
     if isinstance(source, str | Path):
-        return _file(Path(source).expanduser())
+        return _file(expanded(source))
     rows: Any = source  # whatever its hint says
     for name in ("to_dicts", "to_pylist"):  # polars, pyarrow
         rows = getattr(rows, name)() if hasattr(rows, name) else rows
@@ -177,7 +178,7 @@ def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], sys
     values: dict[str, Any] = {str(name): _plain(value) for name, value in example.items()}
     for name, wanted_by in {prompt: "the prompt", **{old: f"{new!r}" for new, old in columns.items()}}.items():
         if name not in values:
-            there_are = f"{', '.join(values) or 'none'}{did_you_mean(name, values)}"
+            there_are = f"{', '.join(values) or 'none'}{_near(name, values)}"
             raise DataError(where, f"no column {name!r}, wanted as {wanted_by}; there are: {there_are}")
     moved = {*columns.values(), *({prompt} if prompt in RESERVED else ())}  # functions get it as `prompts` anyway
     kept = {name: value for name, value in values.items() if name not in moved}
@@ -188,6 +189,12 @@ def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], sys
         return Task(_prompt(values[prompt], system), kept, where)
     except UserError as error:
         raise DataError(where, prompt, *error.parts) from None
+
+
+def _near(name: str, columns: Mapping[str, Any]) -> str:
+    """The column that may be meant where one is missing."""
+    other = same_column(name, columns)
+    return f"; did you mean {other!r}?" if other else did_you_mean(name, columns)
 
 
 def _plain(value: Any) -> Any:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, ClassVar, Self
+
+OPEN_FILES = 4096
 
 
 class UserError(ValueError):
@@ -27,6 +30,14 @@ class UserError(ValueError):
     def within(self, *outer: str) -> Self:
         """The same error with the places around it in front."""
         return type(self)(*outer, *self.parts)
+
+
+def require_open_files() -> None:
+    """UserError where a process may not open as many files as mlx-lm asks for when it is imported."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if os.geteuid() and most != resource.RLIM_INFINITY and most < OPEN_FILES:
+        why = f"wanted at least {OPEN_FILES} open files, as mlx-lm asks for, got {most}; raise the limit"
+        raise UserError("ulimit -n", why)
 
 
 def one_line(text: object, width: int | None = None) -> str:

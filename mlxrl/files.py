@@ -19,6 +19,11 @@ class StrictError(ValueError):
     """JSON that is not strict, or nested too deeply. Its text is what is wrong with it."""
 
 
+def expanded(path: str | Path) -> Path:
+    """A path whose `~` is the user's folder; that of a user who does not exist stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
     """Yield a temporary path beside `path`; on success it takes the place of `path`, on an error it is removed.

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -95,14 +96,22 @@ def _path_of(module: str, folder: str | Path | None) -> Path | None:
     installed = None if is_file else _installed(module)
     if installed and "." in module:
         return None  # as a part of its package, whose modules it may import
-    relative = Path(module if is_file else module.replace(".", "/") + ".py").expanduser()
+    relative = os.path.expanduser(module if is_file else module.replace(".", "/") + ".py")
     for base in (*((Path(folder),) if folder else ()), Path.cwd()):
-        path = (base / relative).resolve()
-        if path.is_file() and installed in (None, path):
+        path = _resolved(base / relative)
+        if path is not None and path.is_file() and installed in (None, path):
             return path
     if is_file:
         raise PluginError(f"no file {module!r} beside the config or in the current directory")
     return None
+
+
+def _resolved(path: Path) -> Path | None:
+    """Where a path leads, None for one that cannot be: a loop of links, or with a NUL in it."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return None
 
 
 def _installed(module: str) -> Path | None:

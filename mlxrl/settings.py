@@ -23,16 +23,24 @@ from mlxrl.checked import (
     Share,
     Text,
     Unbounded,
+    at_most,
     because,
     checked,
     says,
 )
 from mlxrl.errors import brief
 
+MOST_COMPLETIONS = 1_000_000
+"""Completions of a step at most: all of them are kept."""
 LONGEST = 1e6
 """Seconds that a call of user code may be given at most."""
 LARGEST_REWARD = 1e30
 """The size of a reward at most: the square of a larger one is no float32."""
+
+COLDEST = 1e-6
+"""The lowest temperature that logits are divided by."""
+Some = Annotated[Count, at_most(65_536)]
+"""A count of what stands in memory, or is done anew, for each."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -52,7 +60,7 @@ class Model:
 class LoRA:
     """Low-rank adapters y = W x + scale B A x (arXiv 2106.09685), the only weights that are trained."""
 
-    rank: Annotated[int, Meta(ge=1, le=65536), says("rank of B A")] = 8
+    rank: Annotated[Count, at_most(4096), says("rank of B A")] = 8
     scale: Annotated[float, Meta(gt=0, le=1e6), because("at 0 the adapter has no effect"), says("multiplies B A")] = 2.0
     dropout: Annotated[float, Meta(ge=0, lt=1), says("share of the adapter's inputs dropped in training")] = 0.0
     keys: Annotated[tuple[Text, ...] | None, says("layers by name; left out, every linear layer of the blocks")] = None
@@ -73,6 +81,13 @@ class Data:
     prompt: Annotated[Text, says("column with the prompt: a text, or a list of messages")] = "prompt"
     columns: Annotated[Mapping[str, Text], says("renames: answer = 'solution'")] = field(default_factory=dict[str, str])
     system: Annotated[Text | None, says("system message put before every prompt")] = None
+
+
+def refuse_cold(temperature: float) -> None:
+    """SettingError for a temperature at which logits are not finite."""
+    if 0 < temperature < COLDEST:
+        why = f"wanted at least {COLDEST:g}, or 0 for greedy decoding, got {temperature:g}"
+        raise SettingError("temperature", why)
 
 
 @checked("sampling")
@@ -101,7 +116,7 @@ class Sampling:
     repetition_penalty: Annotated[Positive, says("divides logits of recent tokens; 1 is off")] = 1.0
     presence_penalty: Annotated[float, says("subtracted once from logits of recent tokens; 0 is off")] = 0.0
     frequency_penalty: Annotated[float, says("subtracted for every time a token is among the recent; 0 is off")] = 0.0
-    penalty_context: Annotated[Count, says("recent tokens that the penalties look at, the prompt's included")] = 20
+    penalty_context: Annotated[Some, says("recent tokens that the penalties look at, the prompt's included")] = 20
     num_top: Annotated[Natural, says("most likely tokens whose ids and log-probs are kept at each position")] = 0
 
     @property
@@ -120,6 +135,7 @@ class Sampling:
         return self.temperature or 1.0
 
     def check(self) -> None:
+        refuse_cold(self.temperature)
         if self.min_tokens > self.max_tokens:
             raise SettingError("min_tokens", f"wanted at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
         if self.penalty_context != 20 and not self.penalized:
@@ -130,14 +146,19 @@ class Sampling:
 class Rollout:
     """What a step samples: `group_size` completions of each of `tasks_per_step` prompts."""
 
-    tasks_per_step: Annotated[Count, says("prompts of a step")] = 4
-    group_size: Annotated[Count, says("completions of each prompt, which are compared with one another")] = 8
+    tasks_per_step: Annotated[Some, says("prompts of a step")] = 4
+    group_size: Annotated[Some, says("completions of each prompt, which are compared with one another")] = 8
     max_rows: Annotated[Count, says("sequences that decode together at most")] = 32
     resampling_rounds: Annotated[
-        Natural, says("DAPO's dynamic sampling: rounds in which zero-variance groups are replaced; 0 is off")
+        Natural,
+        at_most(1000),
+        says("DAPO's dynamic sampling: rounds in which zero-variance groups are replaced; 0 is off"),
     ] = 0
 
     def check(self) -> None:
+        if (most := MOST_COMPLETIONS // self.tasks_per_step) < self.group_size:
+            why = f"wanted at most {most}, which make {MOST_COMPLETIONS:,} completions of a step, got {self.group_size}"
+            raise SettingError("group_size", why)
         if self.resampling_rounds and self.group_size == 1:
             raise SettingError(
                 "resampling_rounds", "wanted 0, because a group of 1 completion has no two different rewards"
@@ -233,7 +254,7 @@ class Train:
         Count | None, says("tokens of a sequence, its prompt included, after which it is not trained on")
     ] = None
     recompute: Annotated[bool, says("gradient checkpointing: a third more time, far less memory")] = False
-    updates_per_rollout: Annotated[Count, says("epochs over the completions of a step")] = 1
+    updates_per_rollout: Annotated[Some, says("epochs over the completions of a step")] = 1
     minibatches: Annotated[Count, says("optimizer steps of an epoch, between which the groups are split anew")] = 1
 
 
@@ -288,6 +309,9 @@ class Evaluation:
     examples: Annotated[Count | None, says("number of held-out examples, the first ones; left out, all")] = None
     temperature: Annotated[NotNegative, says("sampling temperature of evaluations; 0 is greedy decoding")] = 0.0
     success: Annotated[float, says("reward from which on an example counts as right")] = 1.0
+
+    def check(self) -> None:
+        refuse_cold(self.temperature)
 
 
 @checked("run")

@@ -18,7 +18,7 @@ from mlxrl.policy.adapter_folder import read
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import scoring
 from mlxrl.policy.policy import as_policy, load
-from mlxrl.policy.skeleton import outline
+from mlxrl.policy.skeleton import outline, skeleton
 from mlxrl.settings import LoRA
 from models import dense, hybrid, moe, tokenizer
 
@@ -61,7 +61,7 @@ def test_adapters_of_mlx_lm_are_loaded_and_saved_again(kind, model, tmp_path):
     theirs = tuned(model, tmp_path / "sft", **KINDS[kind])
     ours = load(model, adapter=tmp_path / "sft")
     assert mx.array_equal(ours.model(IDS), theirs(IDS))
-    assert outline(model, ours.lora, str(tmp_path / "sft")) == ours.adapted
+    assert outline(skeleton(model), ours.lora, str(tmp_path / "sft")) == ours.adapted
     ours.save(tmp_path / "again")
     again, _ = mlx_lm.load(model, adapter_path=str(tmp_path / "again"))
     assert mx.array_equal(again(IDS), theirs(IDS))

@@ -19,6 +19,7 @@ from mlxrl.cli import main
 from mlxrl.files import read_lines
 from mlxrl.policy.policy import load
 from mlxrl.rollout import chat, stop_rules
+from mlxrl.runs import folder as folder_module
 from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train import evaluate, loop, optimizer
 from mlxrl.train.evaluate import Evaluation
@@ -64,7 +65,7 @@ def test_a_run_leaves_its_folder(folder, capsys):
     assert evaluation["interval"][0] <= evaluation["difference"] <= evaluation["interval"][1]
     whens = [event["when"] for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
     assert whens == ["before training", "after step 2", "after training"]
-    assert tomllib.loads((run / "config.toml").read_text())["run"]["folder"] == "out/run"
+    assert tomllib.loads((run / "config.toml").read_text())["run"]["folder"] == str(run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-00000{n}" for n in (1, 2, 3, 4)]
     assert "2 prompts x 4 completions = 8 completions of at most 12 tokens" in out
     assert "3 evaluations of 8 examples" in out
@@ -271,7 +272,7 @@ def test_without_a_folder_the_first_free_one_is_taken(folder, capsys):
     config = CONFIG.replace('folder = "out/run"\n', "")
     for name in ("runs/run", "runs/run-2"):
         assert train(folder, "--dry-run", config=config) == 0
-        assert f'folder = "{name}"' in capsys.readouterr().out
+        assert f'folder = "{folder / name}"' in capsys.readouterr().out
         (folder / name).mkdir(parents=True)
         (folder / name / "x").touch()
 
@@ -305,7 +306,7 @@ def test_a_model_that_cannot_be_loaded_is_the_users_fault(folder, capsys):
     (folder / "model").mkdir()
     assert train(folder, "model.id=model") == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert manifest(folder)["state"] == "failed"
+    assert not (folder / "out").exists()
 
 
 def test_a_step_larger_than_the_data_is_refused(folder, capsys):
@@ -467,7 +468,70 @@ def test_a_models_file_that_is_corrupt_is_one_line(folder, capsys, how):
     (line,) = capsys.readouterr().err.splitlines()
     assert "/model could not be loaded: " in line
     assert message in line
-    assert manifest(folder)["state"] == "failed"
+    assert not (folder / "out").exists()
+
+
+KNOWN_BEFORE = {
+    "layers": (['lora.keys=["self_attn.q_prj"]'], "did you mean 'self_attn.q_proj'?"),
+    "a teacher": (["algorithm.name=opd", "teacher.id=other"], "teacher: its vocabulary is not the student's"),
+    "a teacher's adapter": (["algorithm.name=opd", "teacher.id=other", "teacher.adapter=other"], "adapter_config.json"),
+    "sampling": (["sampling.thinking_budget=5"], "sampling: thinking_budget: the tokenizer has no tokens"),
+}
+
+
+@pytest.mark.parametrize("what", KNOWN_BEFORE)
+def test_a_fault_that_is_known_before_the_run_leaves_no_folder(folder, capsys, what):
+    arguments, message = KNOWN_BEFORE[what]
+    shutil.copytree(EXAMPLE, folder / "other")
+    words = (folder / "other/tokenizer.json").read_text()
+    (folder / "other/tokenizer.json").write_text(
+        words.replace('"7"', '"_"').replace('"8"', '"7"').replace('"_"', '"8"')
+    )
+    assert train(folder, *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (folder / "out").exists()
+
+
+def test_a_run_stays_where_it_began(folder, capsys):
+    """User code changes the current directory, where another folder of the run's name lies."""
+    (folder / "elsewhere/out/run").mkdir(parents=True)
+    assert train(folder, on_step="import os; os.chdir(os.path.dirname(__file__) + '/elsewhere')") == 0
+    assert manifest(folder)["state"] == "succeeded"
+    names = {"adapters", "checkpoints", "config.toml", "evaluation.json", "events.jsonl", "manifest.json"}
+    assert {path.name for path in (folder / "out/run").iterdir()} == names | {"metrics.jsonl", "samples.jsonl"}
+    assert not list((folder / "elsewhere/out/run").iterdir())
+    assert f"--adapter-path {folder}/out/run/adapters" in capsys.readouterr().out
+
+
+def test_user_code_that_changes_the_directory_when_it_is_imported_moves_nothing(folder, capsys):
+    (folder / "elsewhere").mkdir()
+    text = CONFIG.replace('folder = "out/run"\n', "").replace("judge.py:judge", "moving.py:judge")
+    (folder / "run.toml").write_text(text)
+    body = "def judge(completions, **_): return [float(len(c) % 3) for c in completions]\n"
+    (folder / "moving.py").write_text(f"import os\nos.chdir('elsewhere')\n{body}")
+    assert main(["train", "--config", "run.toml", "steps=1"]) == 0
+    assert json.loads((folder / "runs/run/manifest.json").read_text())["state"] == "succeeded"
+    assert main(["eval", "--config", str(folder / "run.toml"), "--adapter", str(folder / "runs/run/adapters")]) == 0
+    assert not list((folder / "elsewhere").iterdir())
+
+
+def test_runs_without_a_folder_that_begin_at_once_have_one_each(folder, monkeypatch):
+    """Each has looked before any has written: what another one took meanwhile is not taken."""
+    real, taken = folder_module.free_folder, []
+
+    def late(path):
+        free = real(path)
+        if len(taken) < 2:
+            taken.append(free)
+            folder_module.claim(free)
+        return free
+
+    monkeypatch.setattr(folder_module, "free_folder", late)
+    assert train(folder, "steps=1", config=CONFIG.replace('folder = "out/run"\n', "")) == 0
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["run", "run-2", "run-3"]
+    assert json.loads((folder / "runs/run-3/manifest.json").read_text())["state"] == "succeeded"
+    assert tomllib.loads((folder / "runs/run-3/config.toml").read_text())["run"]["folder"] == f"{folder}/runs/run-3"
 
 
 def test_a_run_goes_on_from_an_adapter(folder, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs import config_folder, read, refused
-from helpers import ROOT
+from helpers import MINIMAL, ROOT
 from mlxrl import config
 from mlxrl.config import ConfigError, tables
 from mlxrl.settings import LoRA, Optimizer, Rollout, Sampling
@@ -55,7 +55,7 @@ def test_overrides_are_toml_and_bare_texts(folder):
     assert (got.optimizer.learning_rate, got.optimizer.warmup_steps) == (2e-5, 3)
     assert got.sampling.top_p == 1.0
     assert type(got.sampling.top_p) is float
-    assert (got.run.folder, got.model.id, got.model.dtype) == ("a = b", "other/name", "bfloat16")
+    assert (got.run.folder, got.model.id, got.model.dtype) == (f"{Path.cwd()}/a = b", "other/name", "bfloat16")
     assert got.lora.keys == ("self_attn.q_proj",)
     assert (got.data.columns, got.sampling.thinking) == ({"answer": "answer"}, False)
     assert got.optimizer.betas == (0.9, 0.95)
@@ -94,6 +94,9 @@ REFUSED_FILES = {
     "[train]\nupdates_per_rollout = 0": "train: updates_per_rollout: wanted a whole number of at least 1, got 0",
     "[rollout]\nresampling_rounds = -1": "rollout: resampling_rounds: wanted a whole number of at least 0, got -1",
     "[lora": "run.toml: not TOML: ",
+    f"[evaluation]\nexamples = {'9' * 5000}": "run.toml: evaluation: examples: wanted a whole number of 64 bits, got",
+    f"[algorithm.a{'.a' * 3000}]\nb = 1": "run.toml: algorithm.a.a: nested too deeply",
+    f"[algorithm]\nb = {'[' * 5000}{']' * 5000}": "run.toml: not TOML: nested too deeply",
 }  # fmt: skip
 
 
@@ -107,6 +110,22 @@ REFUSED_OVERRIDES = {
     "rolout.top_p=1": "command line: unknown table [rolout]; did you mean 'rollout'?",
     "learning_rate=1": "command line: unknown key 'learning_rate'; did you mean 'optimizer.learning_rate'?",
     "seed=true": "command line: seed: wanted a whole number of at least 0 and at most 4294967295, got true",
+    f"steps={'9' * 5000}": "command line: steps: wanted a whole number of 64 bits, got one of 16610 bits",
+    "algorithm.clip=[0, -1e2, 9223372036854775808]": "command line: algorithm: clip: entry 3: wanted a whole",
+    f"data.columns={'{a=' * 30}1{'}' * 30}": "command line: data.columns.a: nested too deeply",
+    f"data{'.a' * 3000}=1": "command line: data.a.a: nested too deeply",
+    f"lora.keys={'[' * 9000}": "command line: lora.keys: '[[[[",
+    "lora.rank=4097": "lora: rank: wanted at most 4,096, got 4,097",
+    "lora.scale=1e300": "lora: scale: wanted more than 0, got 1e+300; a float32 is between 1.2e-38 and 3.4e38 in size",
+    "optimizer.learning_rate=1e-300": "learning_rate: wanted more than 0, got 1e-300; a float32 is between",
+    "sampling.temperature=1e-30": "temperature: wanted at least 1e-06, or 0 for greedy decoding, got 1e-30",
+    "evaluation.temperature=1e-30": "evaluation: temperature: wanted at least 1e-06, or 0 for greedy decoding",
+    "rollout.group_size=2147483647": "rollout: group_size: wanted at most 65,536, got 2,147,483,647",
+    "rollout={tasks_per_step=100, group_size=20000}": "group_size: wanted at most 10000, which make 1,000,000 compl",
+    'model.id="~nobody/x"': "command line: model: id: no folder or file '~nobody/x'",
+    'data.train="~nobody/x.jsonl"': "command line: data: train: no file '~nobody/x.jsonl'",
+    'model.id="a\\u0000b"': "command line: model: id: no folder or file",
+    'reward.functions=["a\\u0000.py:f"]': "command line: reward: functions: no file",
     "seed=4294967296": "seed: wanted a whole number of at least 0 and at most 4294967295, got 4294967296",
     "steps=0": "command line: steps: wanted a whole number of at least 1, got 0",
     "steps=ten": """command line: steps: wanted a whole number of at least 1, got "ten\"""",
@@ -159,6 +178,11 @@ def test_resampling_needs_two_completions(folder):
     assert why in refused(folder, *one)
 
 
+def test_a_file_with_a_byte_order_mark_is_read(folder):
+    (folder / "run.toml").write_text("\ufeff" + MINIMAL, encoding="utf-8")
+    assert config.read(folder / "run.toml")[0] == read(folder)
+
+
 def test_files_that_are_none(folder):
     assert refused(folder, toml="") == "run.toml: missing key 'model'"
     assert refused(folder, toml="[model]\n[data]\n[reward]") == "run.toml: model: missing key 'id'"
@@ -181,7 +205,7 @@ def test_a_path_beside_the_config_comes_before_one_in_the_current_directory(fold
     got = read(folder, "model.id=weights", "run.folder=out")
     assert got.model.id == f"{Path.cwd()}/weights"
     assert got.data.train == f"{Path.cwd()}/train.jsonl"
-    assert got.run.folder == "out"
+    assert got.run.folder == f"{Path.cwd()}/out"
 
 
 def test_files_of_code_beside_the_config_are_made_absolute(folder):

@@ -4,9 +4,10 @@ import os
 
 import pytest
 
+from mlxrl.checked import SettingError
 from mlxrl.files import read_lines
 from mlxrl.runs import folder as folder_module
-from mlxrl.runs.folder import create, free_folder, refuse_taken
+from mlxrl.runs.folder import claim, create, free_folder, refuse_taken
 
 
 def test_a_folder_with_anything_in_it_is_refused_and_a_free_one_named(tmp_path):
@@ -73,3 +74,40 @@ def test_a_folder_that_cannot_be_written_is_a_fault_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"run\.folder: .* cannot be written: Not a directory; choose another one"):
         create(tmp_path / "file" / "run", "")
+
+
+BAD = {
+    "a\0b": "embedded null byte",
+    "x" * 300: "File name too long",
+    "dangling": "is a link that leads to no folder; wanted a folder",
+    "dangling/run": "Not a directory",
+    "loop": "Too many levels of symbolic links|is a link that leads to no folder",
+    "loop/run": "Too many levels of symbolic links",
+    "closed/run": "Permission denied",
+    "file/run": "Not a directory",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_folder_that_cannot_be_is_a_fault_of_the_key(tmp_path, monkeypatch, name):
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "closed")
+    before = sorted(tmp_path.iterdir())
+    for function in (refuse_taken, claim):
+        with pytest.raises(SettingError, match=BAD[name]) as found:
+            function(tmp_path / name)
+        assert str(found.value).startswith("run.folder: ")
+        assert "\n" not in str(found.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_disk_that_is_full_is_a_fault_of_the_key(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(SettingError, match=r"run\.folder: .*run cannot be written: No space left on device"):
+        create(tmp_path / "run", "")

@@ -10,13 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlxrl"
-BASE = {"errors", "files", "checked", "settings", "plugins"}
+BASE = {"errors", "files", "names", "checked", "settings", "plugins"}
 LIBRARY = {*BASE, "awaiting", "types", "messages", "data", "rewards", "algo", "policy", "rollout", "train"}
 BELOW = {
     "errors": set(),
     "files": set(),
     "text": set(),
-    "checked": {"errors"},
+    "names": {"errors"},
+    "checked": {"errors", "names"},
     "settings": {"errors", "checked"},
     "plugins": {"errors"},
     "config": BASE,
@@ -38,7 +39,7 @@ BELOW = {
 """What each part of the package may import of it, itself aside. data is below rewards; siblings are apart."""
 
 FOREIGN = {
-    **{part: set() for part in ("errors", "files", "text", "plugins", "messages", "data", "rewards")},
+    **{part: set() for part in ("errors", "files", "text", "names", "plugins", "messages", "data", "rewards")},
     "checked": {"msgspec"},
     "settings": {"msgspec"},
     "config": {"tomli_w"},

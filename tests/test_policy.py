@@ -56,15 +56,15 @@ def test_weights_have_the_type_that_was_asked_for(tmp_path, dtype):
 
 def test_an_outline_is_what_loading_adapts(tmp_path):
     folder, lora = str(model_folder(tmp_path)), LoRA(rank=4)
-    assert outline(folder, lora) == load(folder, lora=lora).adapted
+    assert outline(skeleton(folder), lora) == load(folder, lora=lora).adapted
 
 
 def test_an_id_that_was_fetched_before_is_outlined_too(cached):
     assert folder_of("org/tiny") == cached
-    assert outline("org/tiny", LoRA()) == as_policy(dense(), tokenizer(), lora=LoRA()).adapted
+    assert outline(skeleton("org/tiny"), LoRA()) == as_policy(dense(), tokenizer(), lora=LoRA()).adapted
     assert folder_of("org/other") is None
     with pytest.raises(NotHere, match="org/other is not on this machine yet"):
-        outline("org/other", LoRA())
+        skeleton("org/other")
     assert folder_of("./nowhere") is None
 
 

@@ -168,8 +168,9 @@ class Algorithm:
         for term in self.terms:
             share = term.share(new, batch, totals, self.reduction)
             loss = loss if share is None else loss + share
-        clamped = isinstance(self.policy_loss, Ratio) and self.policy_loss.ratio == "token"
-        drift = (self.policy_loss.log_ratio if clamped else log_ratio)(new.token_logprobs, old, mask)
+        own = self.policy_loss
+        of_token = own.log_ratio if isinstance(own, Ratio) and own.ratio == "token" else log_ratio
+        drift = of_token(new.token_logprobs, old, mask)
         metrics = of_policy(surrogate, drift, batch.advantages, mask, totals)
         metrics |= of_mismatch(old, batch.sampler_logprobs, mask, totals)
         for term in self.terms:

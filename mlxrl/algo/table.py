@@ -16,6 +16,7 @@ from mlxrl.algo.conventions import CONVENTIONS, MOVED
 from mlxrl.algo.credit import GiGPO, GroupBaseline, GroupRelative
 from mlxrl.checked import SettingError
 from mlxrl.errors import brief, did_you_mean
+from mlxrl.names import foreign
 from mlxrl.plugins import PluginError, find
 
 P = ParamSpec("P")
@@ -180,6 +181,8 @@ def _unknown(key: str, known: Collection[str], parameters: Collection[str] = ())
         return f"{key!r} is now {MOVED[key]}"
     homes = ["algorithm"] if key in parameters else []
     homes += [kind.table for kind in TERMS.values() if key in _fields(kind)]
+    if there := foreign(key):
+        return f"unknown key {key!r}{there}"
     near = f"; did you mean '{homes[0]}.{key}'?" if homes else did_you_mean(key, known)
     return f"unknown key {key!r}{near or '; there are ' + ', '.join(known)}"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mlxrl.errors import UserError
 from mlxrl.runs.experiment import Experiment
+from mlxrl.runs.folder import near
+from mlxrl.text import safe
 
 
 def command(experiment: Experiment, adapter: str | None) -> int:
@@ -14,6 +16,9 @@ def command(experiment: Experiment, adapter: str | None) -> int:
     adapter = adapter or experiment.config.model.adapter
     policy = experiment.load(trained=False, adapter=adapter)
     found = experiment.evaluator(policy)().summary(experiment.config.evaluation.success)
-    name, numbers = adapter or "without adapter", f"mean reward {found['mean_reward']:.4f}, {found['n']} examples"
+    name, numbers = (
+        safe(near(adapter or "without adapter")),
+        f"mean reward {found['mean_reward']:.4f}, {found['n']} examples",
+    )
     print(f"{name}: accuracy {found['accuracy']:.4f}, {numbers}")
     return 0

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlxrl.errors import UserError
+from mlxrl.cli.streams import tolerant
+from mlxrl.errors import UserError, one_line, require_open_files
+from mlxrl.files import expanded
+from mlxrl.names import foreign
 from mlxrl.text import safe
 
 NO_BACKEND = (
@@ -48,15 +51,17 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` is without the program's name."""
-    arguments = _arguments(argv)
-    warnings.formatwarning = _warning_line
-    try:
-        return _run(arguments)
-    except (UserError, OSError) as error:
-        print(f"mlxrl: {safe(' '.join(str(error).split()))}", file=sys.stderr)
-        return getattr(error, "exit_code", 2)
-    except KeyboardInterrupt:
-        return 130
+    with tolerant():
+        arguments = _arguments(argv)
+        warnings.formatwarning = _warning_line
+        try:
+            return _run(arguments)
+        except (UserError, OSError) as error:
+            print(f"mlxrl: {safe(one_line(error))}", file=sys.stderr)
+            return getattr(error, "exit_code", 2)
+        except KeyboardInterrupt:
+            print("mlxrl: stopped", file=sys.stderr)
+            return 130
 
 
 def _warning_line(message: Warning | str, *_: object) -> str:
@@ -67,26 +72,28 @@ def _run(arguments: argparse.Namespace) -> int:
     from mlxrl.config import read
 
     settings, origin = read(arguments.config, arguments.overrides)
+    free = Path("runs", Path(arguments.config).stem).absolute()  # before user code changes the directory
+    adapter = getattr(arguments, "adapter", None) and str(expanded(arguments.adapter).absolute())
     try:
         import mlx.core  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
         raise UserError(f"{NO_BACKEND} ({error})") from error
+    require_open_files()
     from mlxrl.runs.experiment import Experiment
 
     experiment = Experiment.of(settings, origin)
-    name = Path(arguments.config).stem
     if arguments.command == "eval":
         from mlxrl.cli import eval
 
-        return eval.command(experiment, arguments.adapter)
+        return eval.command(experiment, adapter)
     if arguments.command == "plan":
         from mlxrl.cli import plan
 
-        return plan.command(experiment, name, memory=arguments.memory, fit=arguments.fit, as_json=arguments.json)
+        return plan.command(experiment, free, memory=arguments.memory, fit=arguments.fit, as_json=arguments.json)
     from mlxrl.cli import train
 
     line = [arguments.config, *arguments.overrides]
-    return train.command(experiment, name, line, dry_run=arguments.dry_run, memory=arguments.memory)
+    return train.command(experiment, free, line, dry_run=arguments.dry_run, memory=arguments.memory)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -110,7 +117,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
         parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
     if unknown := next((word for word in rest if word.startswith("-")), None):
-        parser.error(f"unknown option {unknown}")
+        parser.error(f"unknown option {unknown}{_meant(unknown)}")
     if arguments.command is None:
         parser.error("wanted a command, train, eval or plan")
     arguments.overrides += rest  # those that argparse leaves over when options stand between them
@@ -130,6 +137,15 @@ def _command(commands: Any, name: str, about: str) -> Parser:
     command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     return command
+
+
+def _meant(option: str) -> str:
+    """The key that an unknown option may stand for."""
+    from mlxrl.config import keys
+
+    name = option.partition("=")[0].lstrip("-").replace("-", "_")
+    same = next((key.name for key in keys() if name in (key.name, key.name.rpartition(".")[2])), None)
+    return foreign(name) or (f"; here it is {same}=..." if same else "")
 
 
 def _gigabytes(word: str) -> float:

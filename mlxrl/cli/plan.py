@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -192,16 +194,16 @@ def assignments(chosen: Mapping[str, Any]) -> list[str]:
     return [f"{name}={str(value).lower()}" for name, value in sorted(chosen.items(), reverse=True)]
 
 
-def command(experiment: Experiment, name: str, *, memory: float | None, fit: bool, as_json: bool) -> int:
+def command(experiment: Experiment, free: Path, *, memory: float | None, fit: bool, as_json: bool) -> int:
     """Print the plan of a run; 0 where it fits, 1 where not.
 
     Args:
-        name: of the run, where the config has no folder for it; memory: GB, None for the machine's.
+        free: the run's folder, where the config has none; memory: GB, None for the machine's.
     """
     plan = Plan.of(experiment, memory)
     plan = fitted(plan) if fit else usual(plan)
     chosen, fits, highest = plan.chosen(PASS, RECOMPUTE, ROWS), plan.fits(), max(map(plan.peak, PARTS))
-    seconds = past_seconds(experiment.config.run.folder or f"runs/{name}")
+    seconds = past_seconds(Path(experiment.config.run.folder or free))
     if as_json:
         parts = {part: {"peak": plan.peak(part), **plan.need(part)} for part in PARTS}
         found = {"fits": fits, "memory": plan.memory, "peak": highest, "prompt": plan.work(plan.config).prompt}
@@ -212,10 +214,11 @@ def command(experiment: Experiment, name: str, *, memory: float | None, fit: boo
     return 0 if fits else 1
 
 
-def past_seconds(folder: str) -> dict[str, float]:
+def past_seconds(folder: Path) -> dict[str, float]:
     """The median seconds of the parts of a step in a run's folder, or in that of the last run of its name."""
-    path = Path(folder)
-    found = sorted(path.parent.glob(f"{path.name}*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    found: list[Path] = []
+    with suppress(OSError, ValueError):  # there can be no folder of that name
+        found = sorted(folder.parent.glob(f"{escape(folder.name)}*/metrics.jsonl"), key=lambda one: one.stat().st_mtime)
     steps = read_lines(found[-1]) if found else []
     names = sorted({key for step in steps for key in step if key.startswith("seconds/")})
     medians = (statistics.median(step[key] for step in steps if key in step) for key in names)

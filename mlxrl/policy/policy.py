@@ -12,7 +12,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxrl import settings
-from mlxrl.errors import UserError, exception_line, one_line
+from mlxrl.checked import keywords
+from mlxrl.errors import UserError, exception_line, one_line, require_open_files
+from mlxrl.files import expanded
 from mlxrl.policy import adapter_folder
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.head import Head, split
@@ -95,6 +97,7 @@ def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: st
     return Policy(model, tokenizer, split(model), lora, sharing, source, sharing and needs_caches(model))
 
 
+@keywords
 def load(
     id: str,
     *,
@@ -139,7 +142,7 @@ def _require_tokens(policy: Policy) -> None:
 
 
 def _read(id: str, dtype: mx.Dtype | None) -> tuple[Any, Any]:
-    path = Path(id).expanduser()
+    path = expanded(id)
     if id.endswith(".gguf"):
         from mlxrl.policy import gguf
 
@@ -163,6 +166,7 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
         raise ModelError("model", "id", f"{id} has no config.json; wanted an mlx-lm model folder")
     if not path.exists() and (path.is_absolute() or id.startswith(".") or id.count("/") != 1):
         raise ModelError("model", "id", f"no folder {id}; wanted a Hugging Face id, a model folder or a .gguf file")
+    require_open_files()
     import mlx_lm
     from mlx_lm.utils import _download  # pyright: ignore
 
@@ -184,7 +188,7 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
 
 def folder_of(id: str) -> Path | None:
     """The folder of a model that is on this machine, also of an id that was fetched before; None where it is not."""
-    path = Path(id).expanduser()
+    path = expanded(id)
     if path.exists() or id.count("/") != 1:
         return path if path.is_dir() else None
     from huggingface_hub import snapshot_download

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl.errors import UserError
+from mlxrl.files import expanded
 from mlxrl.policy import gguf
 from mlxrl.policy.adapter_folder import load_weights
 from mlxrl.policy.differentiate import leaves
@@ -101,7 +101,7 @@ def skeleton(id: str, dtype: str | None = None) -> Skeleton:
     Raises:
         UserError: its files are not here, or make no model.
     """
-    path, folder = Path(id).expanduser(), folder_of(id)
+    path, folder = expanded(id), folder_of(id)
     if id.endswith(".gguf"):
         config, tokenizer, usual = gguf.outline(path, packed=dtype is None)
         model, files = built(config), [path]
@@ -116,13 +116,16 @@ def skeleton(id: str, dtype: str | None = None) -> Skeleton:
     return Skeleton(id, config, model, tokenizer, sum(file.stat().st_size for file in files))
 
 
-def outline(id: str, lora: LoRA, adapter: str | None = None) -> list[Adapted]:
-    """What `load` would adapt, without loading weights but those of an adapter; errors as of `skeleton` and `load`."""
-    model = skeleton(id).model
-    adapt(model, lora)
+def outline(model: Skeleton, lora: LoRA, adapter: str | None = None) -> list[Adapted]:
+    """What `load` would adapt, without loading weights but those of an adapter.
+
+    Raises:
+        AdapterError: a key matches nothing, or it is not the model's adapter.
+    """
+    adapt(model.model, lora)
     if adapter is not None:
-        load_weights(model, adapter)
-    return adapted(model)
+        load_weights(model.model, adapter)
+    return adapted(model.model)
 
 
 def _packing(module: Any) -> dict[str, Any] | bool:

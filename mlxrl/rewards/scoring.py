@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 from mlxrl import plugins, settings
 from mlxrl.data import RESERVED
-from mlxrl.errors import UserError, brief, did_you_mean, exception_line
+from mlxrl.errors import UserError, brief, exception_line
+from mlxrl.names import renamed_column
 from mlxrl.types import Group, Trajectory
 
 Function: TypeAlias = Callable[..., Any]
@@ -84,7 +85,7 @@ def check_columns(rewards: Rewards, columns: Sequence[str]) -> None:
             if one.kind is one.POSITIONAL_ONLY:
                 raise RewardError(where, f"parameter {one.name!r} cannot be passed as a keyword")
             if needed and one.name not in offered:
-                hint = did_you_mean(one.name, offered)
+                hint = renamed_column(one.name, offered)
                 raise RewardError(where, f"wants {one.name!r}, but the data offer {', '.join(offered)}{hint}")
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import mlx.core as mx
 
+from mlxrl.checked import keywords
 from mlxrl.data import Source, as_tasks
 from mlxrl.errors import UserError
 from mlxrl.policy.modes import decoding
@@ -36,6 +37,7 @@ class Interrupted(KeyboardInterrupt):
         self.groups = groups
 
 
+@keywords
 def sample(
     policy: Policy,
     tasks: Sequence[Task] | Source,

@@ -88,31 +88,47 @@ class Experiment:
             UserError: it cannot be had, or its template or tokenizer does not take the prompts or the sampling.
         """
         from mlxrl.policy.policy import load
+
+        model = self.config.model
+        lora, adapter = (self.config.lora, model.adapter) if trained else (None, adapter)
+        policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
+        self.check_prompts(policy.tokenizer, policy.model, trained=trained)
+        return policy
+
+    def check_prompts(self, tokenizer: Any, model: Any, *, trained: bool = True) -> None:
+        """UserError where a tokenizer or its template does not take the sampling or the prompts.
+
+        Args:
+            model: whose context the prompts must fit in; trained: whether there are examples to be trained on, besides
+                those held out.
+        """
         from mlxrl.rollout.chat import check_thinking, fitting
         from mlxrl.rollout.prefill import context_of
         from mlxrl.rollout.stop_rules import rules_of
 
-        model, sampling = self.config.model, self.config.sampling
-        lora, adapter = (self.config.lora, model.adapter) if trained else (None, adapter)
-        policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
-        rules_of(policy.tokenizer, sampling)
-        check_thinking(policy.tokenizer, sampling.thinking, "sampling")
-        if self.environment is None:
-            some = self.tasks if trained else self.held_out
-            fitting(policy.tokenizer, context_of(policy.model), some, sampling.thinking)
-        return policy
+        sampling = self.config.sampling
+        rules_of(tokenizer, sampling)
+        check_thinking(tokenizer, sampling.thinking, "sampling")
+        for some in ((self.tasks, self.held_out) if trained else (self.held_out,)) if self.environment is None else ():
+            if some:
+                fitting(tokenizer, context_of(model), some, sampling.thinking)
 
-    def teacher(self) -> Teacher | None:
-        """The teacher, its model loaded where it has one of its own; None for an algorithm without one."""
+    def teacher(self, policy: Policy) -> Teacher | None:
+        """The teacher of a policy, its model loaded where it has one of its own; None for an algorithm without one.
+
+        Raises:
+            UserError: it cannot be had, or has another vocabulary.
+        """
         from mlxrl.policy.policy import load
-        from mlxrl.train.teacher import Teacher
+        from mlxrl.train.teacher import Teacher, teacher_of
 
         given = self.config.teacher
         if "teacher" not in self.algorithm.needs:
             return None
         own = given.id not in (None, "base")
-        policy = load(given.id or "", lora=None, dtype=given.dtype, adapter=given.adapter) if own else None
-        return Teacher(policy, base=given.id == "base", hint=given.hint, thinking=given.thinking)
+        loaded = load(given.id or "", lora=None, dtype=given.dtype, adapter=given.adapter) if own else None
+        teacher = Teacher(loaded, base=given.id == "base", hint=given.hint, thinking=given.thinking)
+        return teacher_of(policy, self.algorithm, teacher)
 
     def limits(self) -> EpisodeLimits:
         """What an episode may take."""
@@ -122,14 +138,14 @@ class Experiment:
             invalid_penalty=world.invalid_penalty,
         )  # fmt: skip
 
-    def steps(self, policy: Policy, state: RunState) -> Iterator[Step]:
+    def steps(self, policy: Policy, teacher: Teacher | None, state: RunState) -> Iterator[Step]:
         """The steps of training from a state on, each taken when it is asked for."""
         from mlxrl.train.loop import run
 
         config = self.config
         return run(
             policy, self.tasks, self.algorithm, reward=replace(config.reward, functions=self.rewards.functions),
-            environment=self.environment, teacher=self.teacher(), steps=config.steps, rollout=config.rollout,
+            environment=self.environment, teacher=teacher, steps=config.steps, rollout=config.rollout,
             sampling=config.sampling, limits=self.limits(), train=config.train, optimizer=config.optimizer,
             seed=config.seed, state=state,
         )  # fmt: skip

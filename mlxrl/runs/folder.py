@@ -6,16 +6,19 @@ grow by whole lines. Reading a run needs nothing of this package.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from mlxrl.checked import SettingError
+from mlxrl.errors import UserError
 from mlxrl.files import append_line, write_json, write_text
 
 State = Literal["configured", "running", "cancelled", "interrupted", "failed", "succeeded"]
@@ -27,6 +30,12 @@ class RunFolder:
     """A run's folder, through which everything in it but its sinks' files is written."""
 
     path: Path
+
+    def begin(self, config: str) -> None:
+        """Write the resolved config; SettingError where that cannot be."""
+        with _named(self.path):
+            write_text(self.path / "config.toml", config)
+            self.enter("configured")
 
     @property
     def adapters(self) -> Path:
@@ -67,45 +76,90 @@ class RunFolder:
         write_json(self.path / "evaluation.json", evaluation)
 
 
+class Taken(SettingError):
+    """A folder with something in it."""
+
+
 def create(path: str | Path, config: str) -> RunFolder:
-    """Make a run's folder, with the resolved config in it.
+    """Make a run's folder, with the resolved config in it; errors as of `claim`."""
+    folder = claim(path)
+    folder.begin(config)
+    return folder
+
+
+def claim(path: str | Path) -> RunFolder:
+    """Make a run's folder. Of two runs that begin at once, one has it.
 
     Raises:
         SettingError: there is something in it already, or it cannot be written.
     """
-    folder = RunFolder(Path(path))
+    folder = RunFolder(Path(path).absolute())
     refuse_taken(path)
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        (folder.path / "config.toml").touch(exist_ok=False)  # of two runs that begin at once, one has it
-    except FileExistsError:
-        refuse_taken(path)
-    except OSError as error:
-        why = f"{folder.path} cannot be written: {error.strerror}; choose another one"
-        raise SettingError("run.folder", why) from None
-    write_text(folder.path / "config.toml", config)
-    folder.enter("configured")
+    with _named(path):
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            (folder.path / "config.toml").touch(exist_ok=False)
+        except FileExistsError:
+            refuse_taken(path)
+            raise
     return folder
+
+
+def claim_free(path: str | Path) -> RunFolder:
+    """Make a run's folder at the first free one of `path`, `path`-2, ..., whoever else does so meanwhile."""
+    while True:
+        try:
+            return claim(free_folder(path))
+        except Taken:
+            continue
 
 
 def refuse_taken(path: str | Path) -> None:
     """SettingError unless a run may be written to `path`."""
     folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise SettingError("run.folder", f"{folder} is a file; wanted a folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        free = free_folder(folder)
-        raise SettingError("run.folder", f'{folder} is not empty; choose another one, such as run.folder="{free}"')
+    with _named(path):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(folder)  # raises where there can be nothing of that name
+        there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
+        if there == folder and not folder.is_dir():
+            kind = "a link that leads to no folder" if folder.is_symlink() else "a file"
+            raise SettingError("run.folder", f"{near(folder)} is {kind}; wanted a folder")
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if there == folder and any(folder.iterdir()):
+            why = f'{near(folder)} is not empty; choose another one, such as run.folder="{near(free_folder(folder))}"'
+            raise Taken("run.folder", why)
 
 
 def free_folder(path: str | Path) -> Path:
     """`path`, or the first of `path`-2, `path`-3, ... that does not exist yet or is empty."""
     path, number = Path(path), 1
     free = path
-    while free.exists() and (not free.is_dir() or any(free.iterdir())):
+    while os.path.lexists(free) and (not free.is_dir() or any(free.iterdir())):
         number += 1
         free = path.with_name(f"{path.name}-{number}")
     return free
+
+
+def near(path: str | Path) -> str:
+    """A path as seen from the current directory where it lies below it."""
+    with suppress(OSError):  # the current directory has gone
+        return str(path).removeprefix(f"{Path.cwd()}/")
+    return str(path)
+
+
+@contextmanager
+def _named(path: str | Path) -> Generator[None]:
+    """A block whose faults of the file system are those of run.folder."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise SettingError("run.folder", f"{near(path)} cannot be written: {why}; choose another one") from None
 
 
 def _now() -> str:

@@ -7,13 +7,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrl.errors import UserError
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
-from mlxrl.runs.folder import RunFolder
+from mlxrl.runs.folder import RunFolder, near
 from mlxrl.runs.shutdown import Shutdown
 from mlxrl.runs.sinks import Description, Outcome, Sink
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
     from mlxrl.train.evaluate import Evaluation
     from mlxrl.train.loop import RunState
+    from mlxrl.train.teacher import Teacher
 
 Busy = Callable[[str], AbstractContextManager[None]]
 
@@ -29,17 +29,19 @@ Busy = Callable[[str], AbstractContextManager[None]]
 class Run:
     """A run under way.
 
-    sinks: what receives it. busy: the span of something that takes a while, shown to people. lines: what is said of it
-    besides what the experiment says. policy, state, evaluation: as far as they have come.
+    policy, teacher: loaded before the folder is made, so that what cannot be had leaves none. sinks: what receives it.
+    busy: the span of something that takes a while, shown to people. lines: what is said of it besides what the
+    experiment says. state, evaluation: as far as they have come.
     """
 
     experiment: Experiment
     folder: RunFolder
+    policy: Policy
+    teacher: Teacher | None
     shutdown: Shutdown
     sinks: Sequence[Sink]
     busy: Busy
     lines: Sequence[tuple[str, str]] = ()
-    policy: Policy | None = None
     state: RunState | None = None
     evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -53,9 +55,9 @@ class Run:
             self.folder.enter("running")
             return self._run()
         except KeyboardInterrupt:
-            self._keep()
+            kept = self._keep()
             self.folder.enter("interrupted")
-            self._end("interrupted")
+            self._end("interrupted", [f"stopped at once; {self._adapter() if kept else 'nothing was learned yet'}"])
             return 130
         except Exception as error:
             self._end("failed")
@@ -70,7 +72,8 @@ class Run:
 
     def _run(self) -> int:
         """Evaluate, train, save, and evaluate again."""
-        policy, held_out = self._load(), self.experiment.held_out
+        policy, held_out = self.policy, self.experiment.held_out
+        self._begin()
         evaluate = self.experiment.evaluator(policy)
         before = self._evaluate(evaluate, "before training") if held_out else None
         if before is not None:
@@ -80,7 +83,7 @@ class Run:
         policy.save(self.folder.adapters)
         if self.shutdown.requested:
             self.folder.enter("cancelled")
-            self._end("cancelled", [f"stopped; the adapter so far is in {self.folder.adapters}"])
+            self._end("cancelled", [f"stopped; {self._adapter()}"])
             return 130
         if before is not None:
             from mlxrl.train.evaluate import compare
@@ -91,19 +94,17 @@ class Run:
         self._end("succeeded", self._next())
         return 0
 
-    def _load(self) -> Policy:
+    def _begin(self) -> None:
+        """Record what the run is made of, and tell the sinks."""
         source, teacher = self.experiment.config.model.id, self.experiment.config.teacher.id
-        with self.busy(f"loading {near(source)}"):
-            self.policy = policy = self.experiment.load()
         self.folder.record(model={"id": source, "files": facts.model_digests(source)})
         if teacher not in (None, "base"):
             self.folder.record(teacher={"id": teacher, "files": facts.model_digests(teacher)})
         title = f"mlxrl {facts.versions()['mlxrl']}"
-        lines = [*summary(self.experiment, policy.trainable_parameters), *self.lines]
-        description = Description(title, lines, policy.adapted, self.experiment.config, self.folder.path)
+        lines = [*summary(self.experiment, self.policy.trainable_parameters), *self.lines]
+        description = Description(title, lines, self.policy.adapted, self.experiment.config, self.folder.path)
         for sink in self.sinks:
             sink.begin(description)
-        return policy
 
     def _train(self, policy: Policy, evaluate: Callable[[], Evaluation]) -> None:
         """Take the steps, up to the last one or the one in which the run was asked to stop."""
@@ -114,7 +115,7 @@ class Run:
         config = self.experiment.config
         updates = config.train.updates_per_rollout * config.train.minibatches
         self.state = state = RunState(make_optimizer(config.optimizer, config.steps, updates))
-        for step in self.experiment.steps(policy, state):
+        for step in self.experiment.steps(policy, self.teacher, state):
             done = step.index + 1
             if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
                 counts = {name: step.metrics[name] for name in ("groups/sampled", "groups/used", "rollout/rounds")}
@@ -141,20 +142,26 @@ class Run:
         self.evaluation |= found
         self.folder.evaluation(self.evaluation)
 
-    def _keep(self) -> None:
-        """Save what was learned so far, if an update was made."""
-        if self.policy is not None and self.state is not None and self.state.optimizer.step.item():
+    def _keep(self) -> bool:
+        """Save what was learned so far; whether there is something."""
+        state = self.state
+        begun = state is not None and (state.step > 0 or bool(state.optimizer.step > 0))
+        if begun:
             self.policy.save(self.folder.adapters)
+        return begun
+
+    def _adapter(self) -> str:
+        return f"the adapter so far is in {near(self.folder.adapters)}"
 
     def _end(self, state: str, lines: Sequence[str] = ()) -> None:
         for sink in self.sinks:
             sink.end(Outcome(state, self.evaluation, lines))
 
     def _next(self) -> list[str]:
-        model, adapters = near(self.experiment.config.model.id), self.folder.adapters
+        model, adapters = near(self.experiment.config.model.id), near(self.folder.adapters)
         if model.endswith(".gguf"):
             return [f"adapter   {adapters}"]
-        words = shlex.join(["mlx_lm.generate", "--model", model, "--adapter-path", str(adapters), "--prompt"])
+        words = shlex.join(["mlx_lm.generate", "--model", model, "--adapter-path", adapters, "--prompt"])
         return [f"adapter   {adapters}", f"try it    {words} ..."]
 
 
@@ -191,7 +198,7 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
             f"{config.sampling.max_tokens} tokens{turns}{rounds}, "
             f"{times(train.updates_per_rollout * train.minibatches, 'update')}",
         ),
-        ("a run", f"{config.steps} steps{_evaluations(experiment)}, in {config.run.folder}"),
+        ("a run", f"{config.steps} steps{_evaluations(experiment)}, in {near(config.run.folder or '')}"),
     ]
     return [(label, value) for label, value in lines if value]
 
@@ -225,8 +232,3 @@ def _evaluations(experiment: Experiment) -> str:
 def times(count: int, noun: str) -> str:
     """A count with its noun."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def near(path: str) -> str:
-    """A path as seen from the current directory where it lies below it."""
-    return path.removeprefix(f"{Path.cwd()}/")

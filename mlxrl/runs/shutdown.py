@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 NOTE = b"\nmlxrl: the run ends after this step and saves its adapter; once more to stop at once\n"
@@ -45,4 +45,5 @@ class Shutdown:
         if self.requested or not self._graceful:
             raise KeyboardInterrupt
         self.requested = True
-        os.write(2, NOTE)  # a stream's own write may be the one that the signal came into
+        with suppress(OSError):
+            os.write(2, NOTE)  # a stream's own write may be the one that the signal came into

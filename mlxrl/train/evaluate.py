@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxrl.checked import keywords
 from mlxrl.data import Source
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
@@ -46,6 +47,7 @@ class Evaluation:
         }
 
 
+@keywords
 def evaluate(
     policy: Policy,
     tasks: Sequence[Task] | Source,

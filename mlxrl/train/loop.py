@@ -13,6 +13,7 @@ import mlx.optimizers as optim
 from mlxrl.algo import shaping
 from mlxrl.algo.algorithm import at_step, num_top
 from mlxrl.algo.echo import without_special_ids
+from mlxrl.checked import keywords
 from mlxrl.data import Source, indices_of
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
@@ -99,6 +100,7 @@ class Training:
     left_out: int
 
 
+@keywords
 def run(
     policy: Policy,
     tasks: Sequence[Task] | Source,

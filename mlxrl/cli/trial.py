@@ -1,0 +1,130 @@
+"""What a dry run tries: everything is built and called once, so that what a run would meet is told before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mlxrl.errors import UserError, brief, exception_line, one_line
+from mlxrl.files import expanded
+from mlxrl.policy import adapter_folder
+from mlxrl.policy.lora import Adapted
+from mlxrl.policy.skeleton import NotHere, Skeleton, outline, skeleton
+from mlxrl.rewards import score
+from mlxrl.rewards.scoring import Rewards
+from mlxrl.rollout.environment import EnvironmentHandle, prepare
+from mlxrl.rollout.workers import Workers
+from mlxrl.runs.experiment import Experiment
+from mlxrl.text import number
+from mlxrl.train.teacher import refuse_other_vocabulary
+from mlxrl.types import Task, Trajectory, Turn
+
+PATIENCE = 10  # seconds for an answer about a model that is not here
+MADE_UP = "The answer is 1."
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The layers that are adapted, none where the model is not here, and what was found, a line each."""
+
+    adapted: list[Adapted]
+    found: list[str]
+
+
+def trial(experiment: Experiment) -> Trial:
+    """Try what an experiment needs.
+
+    Raises:
+        UserError: something that a run needs cannot be had or called.
+    """
+    config = experiment.config
+    model = _model(config.model.id, config.model.dtype, "model")
+    tokenizer = None if model is None else model.tokenizer
+    if model is not None:
+        experiment.check_prompts(tokenizer, model.model)
+    _teacher(experiment, tokenizer)
+    found = [*_environment(experiment, tokenizer), *_rewards(experiment)]
+    return Trial([] if model is None else outline(model, config.lora, config.model.adapter), found)
+
+
+def _model(id: str, dtype: str | None, table: str) -> Skeleton | None:
+    """A model without its weights, None for one that has to be fetched and can be."""
+    try:
+        return skeleton(id, dtype)
+    except NotHere:
+        _require_there(id, table)
+        return None
+
+
+def _require_there(id: str, table: str) -> None:
+    """UserError unless a model that is not here can be fetched."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    if expanded(id).is_absolute() or id.count("/") != 1:
+        why = f"no model {id} here; wanted a Hugging Face id as ORG/NAME, a model folder or a .gguf file"
+        raise UserError(table, "id", why)
+    try:
+        get_hf_file_metadata(hf_hub_url(id, "config.json"), timeout=PATIENCE)
+    except Exception as error:  # whatever the network does
+        why = f"{id} is not on this machine and cannot be fetched: {one_line(exception_line(error), 200)}"
+        raise UserError(table, "id", why) from error
+
+
+def _teacher(experiment: Experiment, tokenizer: Any) -> None:
+    """UserError for a teacher that cannot be had, or that has another vocabulary."""
+    given = experiment.config.teacher
+    if "teacher" not in experiment.algorithm.needs or given.id in (None, "base"):
+        return
+    teacher = _model(given.id, given.dtype, "teacher")
+    if given.adapter is not None:
+        adapter_folder.read(given.adapter)
+    if teacher is not None and tokenizer is not None:
+        refuse_other_vocabulary(tokenizer, teacher.tokenizer)
+
+
+def _environment(experiment: Experiment, tokenizer: Any) -> Iterator[str]:
+    """An environment is made, and reset with the first example; one that wants a tokenizer waits for it."""
+    factory, limits = experiment.environment, experiment.limits()
+    if factory is None:
+        return
+    if tokenizer is not None:
+        prepare(factory, tokenizer)
+    elif hasattr(getattr(factory, "func", factory), "prepare"):
+        yield "the environment: tried once the model is on this machine"
+        return
+    handle = EnvironmentHandle(factory, experiment.tasks[0])
+    with Workers(limits.timeout) as workers:
+        call = workers.submit(handle.reset, handle)
+        workers.wait(grace=None)
+        if fault := call.fault("reset", limits.timeout):
+            raise UserError("environment", fault)
+        if handle.close is not None:
+            workers.submit(handle.close)
+            workers.wait(grace=None)
+    yield f"the environment begins with {brief(call.value)}"
+
+
+def _rewards(experiment: Experiment) -> Iterator[str]:
+    """Each reward function is called with an example, and completions that may be right and that are made up.
+
+    A function may raise for a completion that it cannot read. One that raises for all of them is a fault.
+    """
+    task, rewards = experiment.tasks[0], experiment.rewards
+    for name, function in zip(rewards.names, rewards.functions, strict=True):
+        group = tuple(_completed(task, text) for text in _completions(task))
+        try:
+            (scored,) = score([group], Rewards((function,), (1.0,)))
+        except UserError as error:
+            raise error.within("a trial with made-up completions") from error.__cause__
+        given = ", ".join(f"{number(one.reward)} for {brief(one.text, 30)}" for one in (scored[0], scored[-1]))
+        yield f"reward {name} gives {given}"
+
+
+def _completions(task: Task) -> list[str]:
+    texts = [value for value in task.columns.values() if isinstance(value, str) and value.strip()]
+    return [MADE_UP, *texts]
+
+
+def _completed(task: Task, text: str) -> Trajectory:
+    return Trajectory(task, (Turn((0,), (0,), (0.0,), text),))
