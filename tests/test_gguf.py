@@ -343,6 +343,13 @@ def test_other_tensor_types_are_refused_by_name(kind: str, tmp_path: Path) -> No
         ("tokenizer.ggml.pre", "tekken", "wanted one of smollm, gpt-2, default, llama-bpe, got tekken"),
         ("tokenizer.ggml.merges", ["q u"], "tokenizer.ggml.merges: wanted pairs of tokens, got ('q', 'u')"),
         ("tokenizer.ggml.eos_token_id", 999, "tokenizer.ggml.eos_token_id: wanted an id below"),
+        ("llama.block_count", 10**9, "llama.block_count: wanted at most the number of tensors, got 1000000000"),
+        ("llama.embedding_length", "64", "metadata that make no model: TypeError"),
+        ("llama.attention.head_count", 0, "metadata that make no model: ZeroDivisionError"),
+        ("tokenizer.ggml.merges", [1, 2], "metadata that make no model: AttributeError"),
+        ("tokenizer.ggml.eos_token_id", "2", "metadata that make no model: TypeError"),
+        ("tokenizer.chat_template", 5, "tokenizer.chat_template: wanted a text, got 5"),
+        ("general.alignment", 0, "general.alignment: wanted a whole number above 0, got 0"),
         ("tokenizer.ggml.token_type", [1, 2], "tokenizer.ggml.token_type: wanted 266, one per token, got 2"),
     ],
 )
@@ -373,8 +380,9 @@ def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
 def test_a_truncated_file_is_refused(part: float, file: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: max(5, int(part * (len(content) - 1)))])
-    message = refusal(file)  # a header by us, tensors by MLX
-    assert "the file ends too early; it is incomplete" in message or "extends past the end of the file" in message
+    assert "the file ends too early; it is incomplete" in refusal(file)
+    with pytest.raises(ValueError, match="ends too early"):
+        gguf.outline(file, packed=True)
 
 
 def test_files_that_are_not_gguf_are_refused(tmp_path: Path) -> None:
@@ -401,6 +409,22 @@ def test_damaged_headers_are_refused(file: Path) -> None:
     ):
         file.write_bytes(content[:place] + damage + content[place + len(damage) :])
         assert message in refusal(file)
+
+
+def test_tensors_at_places_of_others_are_refused(file: Path) -> None:
+    content, name = file.read_bytes(), b"blk.0.ffn_up.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8 + 4  # after the dimensions and the type
+    for wrong in (0, 7, 2**62):
+        file.write_bytes(content[:place] + struct.pack("<Q", wrong) + content[place + 8 :])
+        message = refusal(file)
+        assert "the file is damaged" in message or "ends too early" in message
+
+
+def test_arrays_in_arrays_without_end_are_refused(tmp_path: Path) -> None:
+    nested = string("x") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + nested)
+    assert "metadata of arrays in arrays; the file is damaged" in refusal(path)
 
 
 def test_quantised_rows_must_be_whole_blocks(tmp_path: Path) -> None:

@@ -101,9 +101,7 @@ FAULTS = {
     "quantised by name without scales": (
         changed("config.json", quantization={**QUANTISED, UP: QUANTISED}), "Missing 2 parameters",
     ),
-    "quantised in groups of 0": (
-        changed("config.json", quantization={UP: {"group_size": 0}}), "group_size: wanted at l",
-    ),
+    "quantised in groups of 0": (changed("config.json", quantization={UP: {"group_size": 0}}), "group_size: wanted"),
     "a billion layers": (
         changed("config.json", num_hidden_layers=10**9),
         "config.json: num_hidden_layers: wanted at most the 24 arrays of its files, got 1000000000",

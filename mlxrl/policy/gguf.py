@@ -7,27 +7,19 @@ the header is read here: types, names, and the metadata for configuration and to
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.errors import one_line
+from mlxrl.errors import UserError, exception_line, one_line
 from mlxrl.policy.differentiate import leaves
-from mlxrl.policy.policy import ModelError
+from mlxrl.policy.gguf_header import BITS, Header, header
+from mlxrl.policy.model_folder import ModelError, tokenizer_fault
 
-_TYPES = (
-    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "
-    "IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"
-)
-TYPES = dict(enumerate(_TYPES.split()))  # of tensors, by GGML's numbers
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
-# By GGUF's number of a metadata type its code in `struct`; 8 is a string, 9 an array.
-SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -49,24 +41,6 @@ SPLITS = {
 STOCK = "use an mlx-lm folder of this model"
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What precedes a file's tensors: metadata, and by each tensor's name its shape in MLX's order and its type."""
-
-    path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, tuple[tuple[int, ...], str]]
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.metadata:
-            raise ModelError(str(self.path), f"metadata key {key!r} is missing; convert the model again")
-        return self.metadata[key]
-
-    def check(self, met: bool, key: str, wanted: object, got: object, advice: str = "convert the model again") -> None:
-        if not met:
-            raise ModelError(str(self.path), key, f"wanted {wanted}, got {got}; {advice}")
-
-
 def read(path: Path, dtype: mx.Dtype | None = mx.float32) -> tuple[nn.Module, Any, dict[str, Any]]:
     """A GGUF file as an mlx-lm llama model in evaluation mode, its tokenizer as mlx-lm's, and its configuration.
 
@@ -78,8 +52,9 @@ def read(path: Path, dtype: mx.Dtype | None = mx.float32) -> tuple[nn.Module, An
         ModelError: not such a file, truncated, or something in it is not supported; one line.
     """
     found = header(path)
-    config = config_of(found, packed=dtype is None)
-    model, tokenizer = _model(found, config), _tokenizer(found, config)
+    with _understood(path):
+        config = config_of(found, packed=dtype is None)
+        model, tokenizer = _model(found, config), _tokenizer(found, config)
     if not os.access(path, os.W_OK):
         raise ModelError(str(path), "read-only; MLX maps GGUF files writable: chmod u+w or copy it")
     try:
@@ -104,8 +79,21 @@ def outline(path: Path, packed: bool) -> tuple[dict[str, Any], Any, mx.Dtype]:
     packed: with the bits of each quantised layer in the configuration, by its name.
     """
     found = header(path)
-    config = config_of(found, packed)
-    return config, _tokenizer(found, config), _unpacked_dtype()
+    with _understood(path):
+        config = config_of(found, packed)
+        return config, _tokenizer(found, config), _unpacked_dtype()
+
+
+@contextmanager
+def _understood(path: Path) -> Generator[None]:
+    """A block in which metadata are used, which may hold anything."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        why = f"metadata that make no model: {exception_line(error)}; convert the model again"
+        raise ModelError(str(path), one_line(why, 300)) from error
 
 
 def save_folder(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], folder: Path) -> None:
@@ -123,53 +111,6 @@ def save_folder(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], fol
     tokenizer.save_pretrained(folder)
 
 
-def header(path: Path) -> Header:
-    """A file's header; ModelError where there is no such file, or it is damaged or has tensors that are not read."""
-    if not path.is_file():
-        raise ModelError(str(path), "no such file; wanted a GGUF file")
-    found = Header(path, {}, {})
-    with path.open("rb") as file:
-        magic = file.read(4)
-        found.check(magic == b"GGUF", "first bytes", b"GGUF", magic, "this is not a GGUF file")
-        try:
-            version, n_tensors, n_keys = _numbers(file, "IQQ")
-            found.check(version in (2, 3), "GGUF version", "2 or 3", version)
-            for _ in range(n_keys):
-                key = _string(file)
-                found.metadata[key] = _value(found, file, *_numbers(file, "I"))
-            for _ in range(n_tensors):
-                name, (dimensions,) = _string(file), _numbers(file, "I")
-                *shape, number, _ = _numbers(file, f"{dimensions}QIQ")
-                found.tensors[name] = tuple(shape[::-1]), TYPES.get(number, f"number {number}")
-        except struct.error:
-            raise ModelError(str(path), "the file ends too early; it is incomplete, download it again") from None
-    for name, (_, kind) in found.tensors.items():
-        if kind not in ("F32", "F16", *BITS):
-            wanted = f"wanted one of F32, F16, {', '.join(BITS)}; convert the file to one of these"
-            raise ModelError(str(path), name, f"tensor type {kind} is not supported; {wanted}")
-    return found
-
-
-def _numbers(file: BinaryIO, codes: str) -> tuple[Any, ...]:
-    size = struct.calcsize(f"<{codes}")
-    return struct.unpack(f"<{codes}", file.read(size if size < 2**31 else 0))
-
-
-def _string(file: BinaryIO) -> str:
-    return _numbers(file, f"{_numbers(file, 'Q')[0]}s")[0].decode("utf-8", errors="replace")
-
-
-def _value(header: Header, file: BinaryIO, kind: int) -> Any:
-    if kind == 8:
-        return _string(file)
-    if kind == 9:
-        inner, length = *_numbers(file, "I"), *_numbers(file, "Q")
-        return [_value(header, file, inner) for _ in range(length)]
-    if kind not in SCALARS:
-        raise ModelError(str(header.path), f"metadata of unknown type {kind}; the file is damaged")
-    return _numbers(file, SCALARS[kind])[0]
-
-
 def config_of(header: Header, packed: bool = False) -> dict[str, Any]:
     """The mlx-lm configuration of a file; packed: with the bits of each quantised layer, by its name."""
     architecture = header["general.architecture"]
@@ -185,11 +126,13 @@ def config_of(header: Header, packed: bool = False) -> dict[str, Any]:
     for key, wanted in only.items():
         got = header.metadata.get(key, wanted)
         header.check(got == wanted, key, wanted, got, STOCK)
+    layers = header["llama.block_count"]
+    header.check(layers <= len(header.tensors), "llama.block_count", "at most the number of tensors", layers)
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": width,
-        "num_hidden_layers": header["llama.block_count"],
+        "num_hidden_layers": layers,
         "intermediate_size": header["llama.feed_forward_length"],
         "num_attention_heads": heads,
         "num_key_value_heads": header.metadata.get("llama.attention.head_count_kv", heads),
@@ -280,8 +223,13 @@ def _tokenizer(header: Header, config: Mapping[str, Any]) -> Any:
         clean_up_tokenization_spaces=False,
         **{f"{role}_token": tokens[index] for role, index in ids.items() if index is not None},
     )
-    tokenizer.chat_template = header.metadata.get("tokenizer.chat_template")
-    return TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, stops)  # pyright: ignore
+    template = header.metadata.get("tokenizer.chat_template")
+    header.check(template is None or isinstance(template, str), "tokenizer.chat_template", "a text", template)
+    tokenizer.chat_template = template
+    wrapper = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, stops)  # pyright: ignore
+    if fault := tokenizer_fault(wrapper, len(tokens)):
+        raise ModelError(str(header.path), fault)
+    return wrapper
 
 
 def _bpe(header: Header, bos: int | None) -> Any:

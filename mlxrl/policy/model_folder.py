@@ -53,11 +53,10 @@ def check_weights(model: nn.Module, source: str) -> None:
         raise ModelError("model", source, why)
 
 
-def tokenizer_fault(tokenizer: Any, model: Any) -> str:
-    """What is wrong with a tokenizer for a model: a stop token that is none, or a template that does not end."""
-    rows = getattr(getattr(model, "args", None), "vocab_size", None)
+def tokenizer_fault(tokenizer: Any, rows: int | None) -> str:
+    """What is wrong with a tokenizer for a model of so many ids: a stop token beyond, a template without end."""
     for index in tokenizer.eos_token_ids:
-        if not isinstance(index, int) or index < 0 or (isinstance(rows, int) and index >= rows):
+        if not isinstance(index, int) or index < 0 or (rows is not None and index >= rows):
             return f"eos_token_id: wanted an id below {rows}, got {brief(index)}"
     return "" if _ends(tokenizer) else f"its chat template has not ended after {SECONDS:g} s on one short message"
 

@@ -175,7 +175,8 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
         check_folder(folder)
         safe = {"trust_remote_code": False}  # left out, transformers asks on a terminal
         loaded: Any = mlx_lm.load(str(folder), tokenizer_config=safe, lazy=lazy, return_config=True)
-        if fault := tokenizer_fault(loaded[1], loaded[0]):
+        rows = getattr(getattr(loaded[0], "args", None), "vocab_size", None)
+        if fault := tokenizer_fault(loaded[1], rows):
             raise ModelError(fault)
     except ModelError as error:
         raise error.within("model", "id", f"{id} could not be loaded") from None
