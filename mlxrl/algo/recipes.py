@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from mlxrl.algo import losses
-from mlxrl.algo.advantages import Scale, leave_one_out, relative_to_mean
+from mlxrl.algo.advantages import Scale, leave_one_out, relative_to_positive_mean
 from mlxrl.algo.algorithm import Term
 from mlxrl.algo.credit import GiGPO, GroupBaseline, GroupRelative, Over, Returns, Whiten
 from mlxrl.algo.losses import SAFE, Clip, Clipped, ClosedClip, Level
@@ -129,7 +129,7 @@ def rloo(
     """
 
 
-@recipe(GroupBaseline(baseline=relative_to_mean), Clipped())
+@recipe(GroupBaseline(baseline=relative_to_positive_mean), Clipped())
 def max_rl(
     *, clip: Clip | None = (0.2, 0.2), dual_clip: Above = None, delta: Above = None, ratio: Level = "token",
     log_ratio_clamp: Clamp = SAFE, whiten: Whiten | None = None, mask_truncated: bool = False,
@@ -138,6 +138,8 @@ def max_rl(
     """Maximum-likelihood RL for rewards in [0, 1] (prime-rl): advantages against the mean, relative to it.
 
     A_i = (r_i - mean_g) / mean_g where the mean is positive;  clipped token loss;  mean over tokens
+
+    A reward below 0 counts as 0.
     """
 
 
