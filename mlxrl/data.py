@@ -15,7 +15,7 @@ from mlxrl.errors import UserError, brief, did_you_mean, one_line
 from mlxrl.types import Message, Task
 
 Source: TypeAlias = str | Path | Sequence[Mapping[str, Any]]
-RESERVED = ("prompts", "completions")
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state")
 """Keywords that every reward function gets; a column of that name could not reach it."""
 
 
@@ -52,6 +52,13 @@ def tasks(
         where = str(source) if isinstance(source, str | Path) else "the list"
         raise DataError(where, "wanted at least one example, got none")
     return found
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is none: null, an empty text, NaN."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def cycle(tasks: Sequence[Task], n: int, seed: int = 0, start: int = 0) -> Iterator[list[Task]]:
@@ -154,7 +161,7 @@ def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], sys
     kept |= {new: values[old] for new, old in columns.items()}
     if taken := next((name for name in RESERVED if name in kept), None):
         raise DataError(where, f"column {taken!r} has the name of a keyword of rewards; rename it in data.columns")
-    return Task(_prompt(f"{where}: {prompt}", values[prompt], system), kept)
+    return Task(_prompt(f"{where}: {prompt}", values[prompt], system), kept, where)
 
 
 def _prompt(where: str, value: Any, system: str | None) -> str | tuple[Message, ...]:

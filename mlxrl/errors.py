@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, ClassVar, Self
 
 
@@ -36,7 +39,7 @@ def message_of(error: BaseException) -> str:
     """What an exception says, or its class where it says nothing or fails to say it."""
     try:
         return str(error) or type(error).__name__
-    except (Exception, SystemExit):  # noqa: BLE001  (the class may be a user's own)
+    except BaseException:  # noqa: BLE001  (the class may be a user's own)
         return type(error).__name__
 
 
@@ -46,13 +49,23 @@ def exception_line(error: BaseException) -> str:
     return one_line(name if message == name else f"{name}: {message}")
 
 
+def place_of(error: BaseException) -> str:
+    """Where a user's code raised, " (file.py, line 3)"; empty where that is not known."""
+    package, library = str(Path(__file__).parent), str(Path(os.__file__).parent)
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        name = frame.f_code.co_filename
+        if not name.startswith((package, library, "<frozen")) and "site-packages" not in name:
+            return f" ({name.removeprefix(f'{Path.cwd()}/')}, line {line})"
+    return ""
+
+
 def brief(value: Any, width: int = 60) -> str:
     """A value for a message, as JSON writes it."""
     if value is None:
         return "nothing (null)"
     try:
         text = json.dumps(value, default=repr, ensure_ascii=False)
-    except (ValueError, TypeError, RecursionError):
+    except BaseException:  # noqa: BLE001  (the value may be a user's own)
         text = f"a {type(value).__name__} that cannot be written out"
     return one_line(text, width)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from helpers import CONFIG, EXAMPLE, JUDGE, ROOT
 from mlxrl.cli import main
 from mlxrl.files import read_lines
 from mlxrl.policy.policy import load
+from mlxrl.rewards import TrainerState
 from mlxrl.rollout import chat, stop_rules
 from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train import evaluate, loop, optimizer
@@ -58,7 +60,7 @@ def test_a_run_leaves_its_folder(folder, capsys):
     assert len(samples) == 4 * 2 * 2
     assert all(sample["prompt"].endswith("=?") and sample["length"] <= 12 for sample in samples)
     evaluation = json.loads((run / "evaluation.json").read_text())
-    assert evaluation["before"].keys() == evaluation["after"].keys() == {"accuracy", "mean_reward", "n"}
+    assert evaluation["before"].keys() == evaluation["after"].keys() == {"accuracy", "mean_reward", "n", "unscored"}
     gap = evaluation["after"]["mean_reward"] - evaluation["before"]["mean_reward"]
     assert evaluation["difference"] == pytest.approx(gap)
     assert evaluation["interval"][0] <= evaluation["difference"] <= evaluation["interval"][1]
@@ -168,7 +170,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert (scoring.functions, scoring.weights) == (reward.functions, (0.5,))
     assert seen["evaluate"] == {
         "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules),
-        "environment": None, "limits": EpisodeLimits(), "max_rows": 13, "seed": 5,
+        "environment": None, "limits": EpisodeLimits(), "max_rows": 13, "seed": 5, "state": TrainerState(7, 7),
     }  # fmt: skip
     assert seen["render"]["thinking"] is True
     assert seen["rules_of"] == {0: policy.tokenizer, 1: sampling}
@@ -316,7 +318,11 @@ def test_a_step_larger_than_the_data_is_refused(folder, capsys):
 
 def test_a_reward_that_always_fails_ends_the_run_in_one_line(folder, capsys):
     assert train(folder, on_step="if calls > 2: raise KeyError('gold')") == 2
-    assert capsys.readouterr().err == "mlxrl: reward 'judge' raised for each of 8 completions: KeyError: 'gold'\n"
+    assert re.fullmatch(
+        r"mlxrl: reward 'judge' raised for each of 8 completions: KeyError: 'gold' \(\S*judge.py, line \d+\); "
+        r"reward.retry_each = true calls it again for each by itself\n",
+        capsys.readouterr().err,
+    )
     assert manifest(folder)["state"] == "failed"
     assert "Traceback" in read_lines(folder / "out/run/events.jsonl")[-1]["traceback"]
     assert (folder / "out/run/adapters/adapters.safetensors").exists()

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlxrl"
 BASE = {"errors", "files", "checked", "settings", "plugins"}
-LIBRARY = {*BASE, "types", "data", "rewards", "algo", "policy", "rollout", "train"}
+LIBRARY = {*BASE, "awaiting", "types", "data", "rewards", "algo", "policy", "rollout", "train"}
 BELOW = {
     "errors": set(),
     "files": set(),
@@ -19,10 +19,11 @@ BELOW = {
     "checked": {"errors"},
     "settings": {"errors", "checked"},
     "plugins": {"errors"},
+    "awaiting": set(),
     "config": BASE,
     "types": BASE,
     "data": {*BASE, "types"},
-    "rewards": {*BASE, "types", "data"},
+    "rewards": {*BASE, "awaiting", "types", "data"},
     "algo": {*BASE, "types"},
     "tools": {*BASE, "types"},
     "policy": {*BASE, "types"},

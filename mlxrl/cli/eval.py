@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlxrl.errors import UserError
 from mlxrl.runs.experiment import Experiment
+from mlxrl.text import safe
 
 
 def command(experiment: Experiment, adapter: str | None) -> int:
@@ -12,7 +13,9 @@ def command(experiment: Experiment, adapter: str | None) -> int:
         why = "missing key 'evaluation'; wanted the examples to evaluate on"
         raise UserError(experiment.origin.file, "data", why)
     policy = experiment.load(trained=False, adapter=adapter)
-    found = experiment.evaluator(policy)().summary(experiment.config.evaluation.success)
+    found = experiment.evaluator(policy)(0).summary(experiment.config.evaluation.success)
     name, numbers = adapter or "without adapter", f"mean reward {found['mean_reward']:.4f}, {found['n']} examples"
     print(f"{name}: accuracy {found['accuracy']:.4f}, {numbers}")
+    if warning := found.get("warning"):
+        print(safe(warning))
     return 0

@@ -95,21 +95,19 @@ class Episodes:
         episode: Episode = sequence.request.owner
         if episode.turns and sequence.limit <= 0:
             return self._finish(episode, "length")  # the observation has filled the context
-        chat = episode.chat
+        chat, stopped = episode.chat, sequence.tokens[-1:] and sequence.tokens[-1] in sequence.rules.stop_ids
+        special = self.tokenizer.decode(sequence.tokens[:-1] if stopped else sequence.tokens)
         episode.turns.append(Turn(
             chat.ids, tuple(sequence.tokens), tuple(sequence.logprobs),
             self.tokenizer.decode(sequence.tokens, skip_special_tokens=True), details=sequence.details,
             state=episode.state, observation_text=episode.observation_text,
-            history_rewritten=chat.history_rewritten, new_suffix=chat.new_suffix,
+            history_rewritten=chat.history_rewritten, new_suffix=chat.new_suffix, special_text=special,
         ))  # fmt: skip
         if (handle := episode.environment) is None or sequence.stop == "error":
             return self._finish(episode, sequence.stop)
         if not sequence.tokens:
             return self._finish(episode, "length")
-        reply = episode.turns[-1].text
-        if handle.special_tokens:
-            stopped = sequence.tokens[-1] in sequence.rules.stop_ids
-            reply = self.tokenizer.decode(sequence.tokens[:-1] if stopped else sequence.tokens)
+        reply = special if handle.special_tokens else episode.turns[-1].text
         self.workers.submit(partial(handle.step, reply), episode)
 
     def observed(self, answer: Call) -> None:

@@ -6,11 +6,13 @@ import shlex
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxrl.awaiting import is_async
 from mlxrl.errors import UserError
+from mlxrl.rewards.scoring import failures_of
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import RunFolder
@@ -55,7 +57,7 @@ class Run:
             self.folder.enter("interrupted")
             self._end("interrupted")
             return 130
-        except Exception as error:
+        except BaseException as error:  # user code may raise anything
             self._end("failed")
             try:
                 self._keep()
@@ -70,7 +72,7 @@ class Run:
         """Evaluate, train, save, and evaluate again."""
         policy, held_out = self._load(), self.experiment.held_out
         evaluate = self.experiment.evaluator(policy)
-        before = self._evaluate(evaluate, "before training") if held_out else None
+        before = self._evaluate(evaluate, 0, "before training") if held_out else None
         if before is not None:
             self._record(before=before.summary(self.experiment.config.evaluation.success))
         with self.shutdown.graceful():
@@ -83,7 +85,7 @@ class Run:
         if before is not None:
             from mlxrl.train.evaluate import compare
 
-            after = self._evaluate(evaluate, "after training")
+            after = self._evaluate(evaluate, self.experiment.config.steps, "after training")
             self._record(after=after.summary(self.experiment.config.evaluation.success), **compare(before, after))
         self.folder.enter("succeeded")
         self._end("succeeded", self._next())
@@ -103,7 +105,7 @@ class Run:
             sink.begin(description)
         return policy
 
-    def _train(self, policy: Policy, evaluate: Callable[[], Evaluation]) -> None:
+    def _train(self, policy: Policy, evaluate: Callable[[int], Evaluation]) -> None:
         """Take the steps, up to the last one or the one in which the run was asked to stop."""
         from mlxrl.train import checkpoint
         from mlxrl.train.loop import RunState
@@ -117,6 +119,8 @@ class Run:
             if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
                 counts = {name: step.metrics[name] for name in ("groups/sampled", "groups/used", "rollout/rounds")}
                 self.folder.event("no signal", step=done, **counts)
+            for failed in failures_of([one for group in step.sampled or step.groups for one in group]):
+                self.folder.event("unscored", step=done, **asdict(failed))
             for sink in self.sinks:
                 sink.step(step)
             if due(config.run.checkpoint_every, done):
@@ -124,11 +128,11 @@ class Run:
             if self.shutdown.requested:
                 return
             if self.experiment.held_out and due(config.run.evaluate_every, done) and done < config.steps:
-                self._evaluate(evaluate, f"after step {done}")
+                self._evaluate(evaluate, done, f"after step {done}")
 
-    def _evaluate(self, evaluate: Callable[[], Evaluation], when: str) -> Evaluation:
+    def _evaluate(self, evaluate: Callable[[int], Evaluation], step: int, when: str) -> Evaluation:
         with self.busy(f"evaluating {len(self.experiment.held_out):,} held-out examples"):
-            found = evaluate()
+            found = evaluate(step)
         summary = found.summary(self.experiment.config.evaluation.success)
         for sink in self.sinks:
             sink.evaluation(when, summary)
@@ -178,7 +182,7 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
         ("adapters", f"LoRA rank {lora.rank}, scale {lora.scale:g}{parameters}"),
         ("data", f"{len(experiment.tasks):,} examples of {near(config.data.train)}{held_out}"),
         ("environment", _environment(experiment)),
-        ("reward", ", ".join(near(str(name)) for name in config.reward.functions) or "none"),
+        ("reward", ", ".join(map(_reward, config.reward.functions, experiment.rewards.functions)) or "none"),
         ("algorithm", f"{experiment.algorithm.name}({arguments})"),
         ("teacher", _teacher(experiment)),
         (
@@ -190,6 +194,10 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
         ("a run", f"{config.steps} steps{_evaluations(experiment)}, in {config.run.folder}"),
     ]
     return [(label, value) for label, value in lines if value]
+
+
+def _reward(name: object, function: object) -> str:
+    return f"{near(str(name))}{' (async)' if is_async(function) else ''}"
 
 
 def _environment(experiment: Experiment) -> str:
