@@ -328,6 +328,50 @@ def test_a_reward_that_always_fails_ends_the_run_in_one_line(folder, capsys):
     assert (folder / "out/run/adapters/adapters.safetensors").exists()
 
 
+FRAGILE = """
+import asyncio
+
+calls = 0
+
+def some(completions, answer, **_):
+    return [1 / (int(gold) % 3) for gold in answer]
+
+def cancelled(completions, **_):
+    global calls
+    calls += 1
+    if calls == 4:
+        raise asyncio.CancelledError("judge timed out")
+    return [float(len(said) % 2) for said in completions]
+"""
+
+
+def test_what_could_not_be_scored_is_counted_everywhere(folder, capsys):
+    (folder / "fragile.py").write_text(FRAGILE)
+    settings = ['reward.functions=["fragile.py:some"]', "reward.retry_each=true"]
+    assert train(folder, *settings) == 0
+    out, run = capsys.readouterr().out, folder / "out/run"
+    why = "ZeroDivisionError: division by zero (fragile.py, line 7)"
+    before = json.loads((run / "evaluation.json").read_text())["before"]
+    golds = [int(example["answer"]) for example in read_lines(EXAMPLE / "test.jsonl")[:8]]
+    assert (before["n"], before["unscored"]) == (8 - before["unscored"], sum(gold % 3 == 0 for gold in golds))
+    assert [(one["function"], one["error"]) for one in before["failures"]] == [("some", why)]
+    assert f"held-out before training: {before['unscored']} of 8 examples could not be scored and are left out" in out
+    counted = [line["rewards/some/unscored"] for line in read_lines(run / "metrics.jsonl")]
+    told = [event for event in read_lines(run / "events.jsonl") if event["event"] == "unscored"]
+    assert sum(counted) == sum(event["completions"] for event in told) > 0
+    assert {event["error"] for event in told} == {why}
+    assert main(["eval", "--config", "run.toml", *settings]) == 0
+    assert f"'some' failed for {before['unscored']}; the first: " in capsys.readouterr().out
+
+
+def test_an_evaluation_between_steps_that_cannot_be_scored_does_not_end_the_run(folder):
+    (folder / "fragile.py").write_text(FRAGILE)
+    with pytest.warns(UserWarning, match="evaluation after step 2: reward 'cancelled' raised for each of 8"):
+        assert train(folder, 'reward.functions=["fragile.py:cancelled"]', "steps=3", "run.evaluate_every=2") == 0
+    events = [event for event in read_lines(folder / "out/run/events.jsonl") if event["event"] == "evaluation failed"]
+    assert [event["when"] for event in events] == ["after step 2"]
+
+
 def test_a_sink_that_fails_does_not_end_the_run(folder):
     (folder / "mine.py").write_text("def each(step):\n    raise OSError('disk full')\n")
     with pytest.warns(UserWarning, match="sink .*/mine.py:each: step: OSError: disk full; it receives nothing more"):

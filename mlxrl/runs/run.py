@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrl.awaiting import is_async
 from mlxrl.errors import UserError
+from mlxrl.rewards import RewardError
 from mlxrl.rewards.scoring import failures_of
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
@@ -128,7 +130,7 @@ class Run:
             if self.shutdown.requested:
                 return
             if self.experiment.held_out and due(config.run.evaluate_every, done) and done < config.steps:
-                self._evaluate(evaluate, done, f"after step {done}")
+                self._between(evaluate, done)
 
     def _evaluate(self, evaluate: Callable[[int], Evaluation], step: int, when: str) -> Evaluation:
         with self.busy(f"evaluating {len(self.experiment.held_out):,} held-out examples"):
@@ -138,6 +140,15 @@ class Run:
             sink.evaluation(when, summary)
         self.folder.event("evaluation", when=when, **summary)
         return found
+
+    def _between(self, evaluate: Callable[[int], Evaluation], done: int) -> None:
+        """An evaluation between steps; the run lives where it could not be scored."""
+        when = f"after step {done}"
+        try:
+            self._evaluate(evaluate, done, when)
+        except RewardError as error:
+            self.folder.event("evaluation failed", when=when, error=str(error))
+            warnings.warn(f"evaluation {when}: {error}", stacklevel=2)
 
     def _record(self, **found: Any) -> None:
         self.evaluation |= found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -58,10 +59,10 @@ class Streaks:
         return self.counts[name]
 
     def _why(self, metrics: Metrics, trajectories: Sequence[Trajectory], limited: bool) -> str:
-        rewards = [one.reward for one in trajectories]
+        rewards = [one.reward for one in trajectories if math.isfinite(one.reward)]
         if limited:
             return self._limit(metrics, trajectories)
-        if not any(reward == reward for reward in rewards):
+        if not rewards:
             return "no completion could be scored; look at the reward functions"
         equal = f"all rewards are {rewards[0]:g}" if all_equal(rewards) else "the rewards of each group are all equal"
         advice = "other examples, a reward with more steps, a larger rollout.group_size or sampling.temperature"
