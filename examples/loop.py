@@ -7,7 +7,7 @@ tasks = rl.tasks("examples/arithmetic/train.jsonl", prompt="question")
 
 
 def correct(completions, answer, **_):  # TRL's signature, unchanged
-    return [float(rl.rewards.last_number(c) == rl.rewards.last_number(a)) for c, a in zip(completions, answer)]
+    return [float(rl.rewards.last_number(c) == int(a)) for c, a in zip(completions, answer)]
 
 
 algorithm = rl.grpo(clip=(0.2, 0.28))

@@ -85,6 +85,8 @@ class Console(Sink):
         """An evaluation of the held-out examples."""
         numbers = f"accuracy {summary['accuracy']:.3f}, mean reward {summary['mean_reward']:.3f}"
         self._print(f"  held-out {when}: {numbers}, {summary['n']} examples", "bold")
+        if warning := summary.get("warning"):
+            self._print(f"  held-out {when}: {safe(warning)}", "yellow")
 
     def end(self, outcome: Outcome) -> None:
         """How the run ended: the course of the reward, before and after, and what to do next."""
@@ -153,7 +155,7 @@ class Console(Sink):
         accuracy = f"accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}"
         reward = f"mean reward {before['mean_reward']:.3f} -> {after['mean_reward']:.3f}"
         self._print(f"  held-out  {accuracy}, {reward}", "bold")
-        interval = f"95 % interval {low:+.3f} to {high:+.3f}, {after['n']} pairs"
+        interval = f"95 % interval {low:+.3f} to {high:+.3f}, {evaluation.get('pairs', after['n'])} pairs"
         style = "green" if low > 0 else "red" if high < 0 else "yellow"
         self._print(f"            difference {evaluation['difference']:+.3f}, {interval}", style)
 

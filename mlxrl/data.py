@@ -17,7 +17,7 @@ from mlxrl.names import same_column
 from mlxrl.types import Message, Task
 
 Source: TypeAlias = str | Path | Iterable[Mapping[str, Any] | Task]
-RESERVED = ("prompts", "completions")
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state")
 """Keywords that every reward function gets; a column of that name could not reach it."""
 
 

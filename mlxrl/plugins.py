@@ -40,7 +40,9 @@ def find(name: str, folder: str | Path | None = None) -> Any:
         found = _loaded(path) if path else importlib.import_module(module)
     except PluginError:
         raise
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything while it is imported
         raise PluginError(repr(name), f"cannot be imported: {exception_line(error)}") from error
     try:
         return attrgetter(attribute)(found)
@@ -120,7 +122,9 @@ def _installed(module: str) -> Path | None:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
-    except (Exception, SystemExit) as error:  # the package that it is in is imported on the way
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the package that it is in is imported on the way
         raise PluginError(repr(module), f"cannot be imported: {exception_line(error)}") from error
     return Path(found.origin).resolve() if found and found.origin else None
 

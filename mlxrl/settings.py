@@ -173,17 +173,28 @@ class Reward:
         tuple[Any, ...], says("`module:function` or `file.py:function`, of TRL's signature; in Python the functions")
     ] = ()
     weights: Annotated[tuple[float, ...] | None, says("factor of each function; left out, 1")] = None
+    timeout: Annotated[
+        Annotated[float, Meta(gt=0, le=LONGEST)] | None,
+        says("seconds of a call of a function, which then runs in a thread of its own; left out, no limit"),
+    ] = None
+    retry_each: Annotated[
+        bool, says("a function that raises for a step's completions is called again for each of them by itself")
+    ] = False
+    special_tokens: Annotated[bool, says("functions get completions with their special tokens written out")] = False
     overlong_buffer: Annotated[Natural, says("tokens before the limit in which reward is taken off; 0 is off")] = 0
-    overlong_factor: Annotated[Positive, says("what a completion at the limit loses")] = 1.0
+    overlong_factor: Annotated[float, Meta(gt=0, le=LARGEST_REWARD), says("what a completion at the limit loses")] = 1.0
     overlong_cap: Annotated[Positive | None, says("the most that is taken off")] = None
     length_penalty: Annotated[
-        NotNegative, says("what the longest of a group loses, in parts of the group's mean reward")
+        NotNegative, says("what the longest of a group loses, in parts of its mean reward where that is above 0")
     ] = 0.0
 
     def check(self) -> None:
         for name, default in (("overlong_factor", 1.0), ("overlong_cap", None)):
             if not self.overlong_buffer and getattr(self, name) != default:
                 raise SettingError(name, "has no effect without overlong_buffer")
+        for name, default in (("timeout", None), ("retry_each", False), ("special_tokens", False)):
+            if not self.functions and getattr(self, name) != default:
+                raise SettingError(name, "has no effect without functions")
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise SettingError("weights", f"wanted {len(self.functions)}, one per function, got {len(self.weights)}")
         if self.functions and self.weights is not None and not any(self.weights):
@@ -255,6 +266,9 @@ class Train:
     ] = None
     recompute: Annotated[bool, says("gradient checkpointing: a third more time, far less memory")] = False
     updates_per_rollout: Annotated[Some, says("epochs over the completions of a step")] = 1
+    max_steps_without_signal: Annotated[
+        Natural, says("steps in a row without a learning signal after which the run ends; 0 is off")
+    ] = 0
     minibatches: Annotated[Count, says("optimizer steps of an epoch, between which the groups are split anew")] = 1
 
 

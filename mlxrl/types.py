@@ -67,6 +67,7 @@ class Turn:
     tokens: token ids sampled, the stop token included.
     logprobs: float32 log-prob of each of them, of softmax(logits / temperature).
     text: the tokens as text, special tokens left out. It is for rewards and people, never encoded again.
+    special_text: the same with special tokens written out, but for the stop token.
     details: what else belongs to the tokens.
     state: names the situation in which the action was taken.
     reward: of the action, less what an invalid one costs; invalid, fault: see `Feedback`.
@@ -89,6 +90,7 @@ class Turn:
     history_rewritten: bool = False
     new_suffix: int = 0
     fault: str = ""
+    special_text: str = ""
 
     @property
     def num_sampled(self) -> int:
@@ -105,6 +107,7 @@ class Trajectory:
     stop: "eos" or "length" as the last turn ended; "done" where the environment ended the episode, "turns" where
     that was the last turn it may have; "error" where the model's logits were not finite, or the environment failed.
     error: how the environment failed, in one line; close_error: how closing it did.
+    failures: why a reward function gave no number, by its name; "sum" where their sum is none.
     """
 
     task: Task
@@ -116,6 +119,7 @@ class Trajectory:
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
     close_error: str = ""
+    failures: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def prompt(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from helpers import CONFIG, EXAMPLE, JUDGE, ROOT
 from mlxrl.cli import main
 from mlxrl.files import read_lines
 from mlxrl.policy.policy import load
+from mlxrl.rewards import TrainerState
 from mlxrl.rollout import chat, stop_rules
 from mlxrl.runs import folder as folder_module
 from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Reward, Rollout, Sampling, Train
@@ -59,7 +61,7 @@ def test_a_run_leaves_its_folder(folder, capsys):
     assert len(samples) == 4 * 2 * 2
     assert all(sample["prompt"].endswith("=?") and sample["length"] <= 12 for sample in samples)
     evaluation = json.loads((run / "evaluation.json").read_text())
-    assert evaluation["before"].keys() == evaluation["after"].keys() == {"accuracy", "mean_reward", "n"}
+    assert evaluation["before"].keys() == evaluation["after"].keys() == {"accuracy", "mean_reward", "n", "unscored"}
     gap = evaluation["after"]["mean_reward"] - evaluation["before"]["mean_reward"]
     assert evaluation["difference"] == pytest.approx(gap)
     assert evaluation["interval"][0] <= evaluation["difference"] <= evaluation["interval"][1]
@@ -170,7 +172,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert (scoring.functions, scoring.weights) == (reward.functions, (0.5,))
     assert seen["evaluate"] == {
         "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules),
-        "environment": None, "limits": EpisodeLimits(), "max_rows": 13, "seed": 5,
+        "environment": None, "limits": EpisodeLimits(), "max_rows": 13, "seed": 5, "state": TrainerState(7, 7),
     }  # fmt: skip
     assert seen["render"]["thinking"] is True
     assert seen["rules_of"] == {0: policy.tokenizer, 1: sampling}
@@ -318,10 +320,58 @@ def test_a_step_larger_than_the_data_is_refused(folder, capsys):
 
 def test_a_reward_that_always_fails_ends_the_run_in_one_line(folder, capsys):
     assert train(folder, on_step="if calls > 2: raise KeyError('gold')") == 2
-    assert capsys.readouterr().err == "mlxrl: reward 'judge' raised for each of 8 completions: KeyError: 'gold'\n"
+    assert re.fullmatch(
+        r"mlxrl: reward 'judge' raised for each of 8 completions: KeyError: 'gold' \(\S*judge.py, line \d+\); "
+        r"reward.retry_each = true calls it again for each by itself\n",
+        capsys.readouterr().err,
+    )
     assert manifest(folder)["state"] == "failed"
     assert "Traceback" in read_lines(folder / "out/run/events.jsonl")[-1]["traceback"]
     assert not (folder / "out/run/adapters").exists()  # no update was made
+
+
+FRAGILE = """
+import asyncio
+
+calls = 0
+
+def some(completions, answer, **_):
+    return [1 / (int(gold) % 3) for gold in answer]
+
+def cancelled(completions, **_):
+    global calls
+    calls += 1
+    if calls == 4:
+        raise asyncio.CancelledError("judge timed out")
+    return [float(len(said) % 2) for said in completions]
+"""
+
+
+def test_what_could_not_be_scored_is_counted_everywhere(folder, capsys):
+    (folder / "fragile.py").write_text(FRAGILE)
+    settings = ['reward.functions=["fragile.py:some"]', "reward.retry_each=true"]
+    assert train(folder, *settings) == 0
+    out, run = capsys.readouterr().out, folder / "out/run"
+    why = "ZeroDivisionError: division by zero (fragile.py, line 7)"
+    before = json.loads((run / "evaluation.json").read_text())["before"]
+    golds = [int(example["answer"]) for example in read_lines(EXAMPLE / "test.jsonl")[:8]]
+    assert (before["n"], before["unscored"]) == (8 - before["unscored"], sum(gold % 3 == 0 for gold in golds))
+    assert [(one["function"], one["error"]) for one in before["failures"]] == [("some", why)]
+    assert f"held-out before training: {before['unscored']} of 8 examples could not be scored and are left out" in out
+    counted = [line["rewards/some/unscored"] for line in read_lines(run / "metrics.jsonl")]
+    told = [event for event in read_lines(run / "events.jsonl") if event["event"] == "unscored"]
+    assert sum(counted) == sum(event["completions"] for event in told) > 0
+    assert {event["error"] for event in told} == {why}
+    assert main(["eval", "--config", "run.toml", *settings]) == 0
+    assert f"'some' failed for {before['unscored']}; the first: " in capsys.readouterr().out
+
+
+def test_an_evaluation_between_steps_that_cannot_be_scored_does_not_end_the_run(folder):
+    (folder / "fragile.py").write_text(FRAGILE)
+    with pytest.warns(UserWarning, match="evaluation after step 2: reward 'cancelled' raised for each of 8"):
+        assert train(folder, 'reward.functions=["fragile.py:cancelled"]', "steps=3", "run.evaluate_every=2") == 0
+    events = [event for event in read_lines(folder / "out/run/events.jsonl") if event["event"] == "evaluation failed"]
+    assert [event["when"] for event in events] == ["after step 2"]
 
 
 def test_a_sink_that_fails_does_not_end_the_run(folder):

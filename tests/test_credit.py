@@ -57,6 +57,7 @@ def test_other_baselines() -> None:
     # lengths 3 and 1: baseline 3/4; gpg: 2 trajectories, 1 of them rewarded: 2 * 0.5
     pair, ids = [1.0, 0.0], [0, 0]
     close(advantages.relative_to_mean(pair, ids), [1.0, -1.0])
+    # below 0 counts as 0 for max_rl: mean 0.25 of (1, 0, 0, 0), and 0.5 of (1, 0)
     close(extra.pass_at_k(pair, ids, 0.0), [math.sqrt(2), 0.0])
     close(extra.optimal_baseline(pair, ids, [3, 1]), [0.25, -0.75])
     close(extra.gpg(pair, ids), [1.0, -1.0])
@@ -197,3 +198,16 @@ def test_unscorable_trajectories_are_left_out(name: str) -> None:
 )  # fmt: skip
 def test_a_credit_declares_what_it_looks_at(algorithm, uses, compares) -> None:
     assert ("reward" in algorithm.needs, algorithm.compares) == (uses, compares)
+
+
+def test_rewards_are_equal_up_to_rounding() -> None:
+    for noise in ([0.6, 0.1 + 0.2 + 0.3], [0.0, 0.1 + 0.2 - 0.3], [1e20, 1e20 + 1e5], [-0.3, -(0.1 + 0.2)]):
+        assert advantages.all_equal(noise)
+        for name in ("grpo", "dr_grpo", "rloo", "max_rl", "reinforce_pp", "gigpo"):
+            (found,) = getattr(algo, name)().advantages([group(*noise)])
+            assert not any(np.any(one) for one in found)
+        assert advantages.spread(np.array(noise)) == 0.0
+    for different in ([1e-6, 2e-6], [1000.0, 1000.001], [0.0, 1e-9]):
+        assert not advantages.all_equal(different)
+        assert np.all(advantages.leave_one_out(different, [0, 0]))
+    assert advantages.weighted_sum([[1.0, 1.0, 1.0]], [0.7, 0.2, 0.1]).tolist() == [1.0]

@@ -28,9 +28,36 @@ def test_greedy_evaluation_is_the_same_twice_and_pairs_compare():
     assert compare(first, second) == {"difference": 0.0, "interval": [0.0, 0.0]}
 
 
-def test_a_summary_counts_rewards_that_failed_as_nothing():
-    assert evaluation([1.0, 0.5, math.nan, 0.0]).summary() == {"accuracy": 0.25, "mean_reward": 0.375, "n": 4}
-    assert evaluation([1.0, 0.5, math.nan, 0.0]).summary(success=0.5)["accuracy"] == 0.5
+def test_a_summary_is_over_what_could_be_scored_and_says_what_could_not():
+    tasks = [Task(text, {"answer": answer}, where=f"line {answer}") for answer, text in enumerate("abcd")]
+
+    def odd(completions, answer):
+        return [float(one) if one < 2 else ZeroDivisionError("by nothing") if one == 2 else math.nan for one in answer]
+
+    got = evaluate(a_policy(), tasks, odd, sampling=Sampling(max_tokens=2)).summary()
+    failures = [
+        {"function": "odd", "error": "ZeroDivisionError: by nothing", "completions": 1, "example": "line 2"},
+        {"function": "odd", "error": "returned NaN; answer is 3", "completions": 1, "example": "line 3"},
+    ]
+    warning = (
+        "2 of 4 examples could not be scored and are left out: 'odd' failed for 2; "
+        "the first: line 2: ZeroDivisionError: by nothing"
+    )
+    assert got == {
+        "accuracy": 0.5, "mean_reward": 0.5, "n": 2, "unscored": 2, "failures": failures, "warning": warning,
+    }  # fmt: skip
+    assert evaluation([1.0, 0.5]).summary(success=0.5) == {"accuracy": 1.0, "mean_reward": 0.75, "n": 2, "unscored": 0}
+
+
+def test_what_falls_short_by_rounding_succeeds_and_does_not_differ():
+    short = evaluation([0.7 + 0.2 + 0.1, 1.0 - 1e-15, 1.0 - 1e-6])
+    assert short.summary()["accuracy"] == pytest.approx(2 / 3)
+    assert compare(short, evaluation([1.0, 1.0, 1.0 - 1e-6])) == {"difference": 0.0, "interval": [0.0, 0.0]}
+
+
+def test_pairs_are_of_what_was_scored_in_both():
+    before, after = evaluation([0.0, math.nan, 0.0]), evaluation([1.0, 1.0, math.nan])
+    assert compare(before, after) == {"difference": 1.0, "interval": [1.0, 1.0], "pairs": 1}
 
 
 def test_the_interval_of_a_paired_difference():

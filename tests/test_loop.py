@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from mlxrl.algo.recipes import dapo, grpo, opd, reinforce_pp
 from mlxrl.algo.terms import TeacherAdvantage, TeacherSurrogate, TeacherVocabulary
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import as_policy
+from mlxrl.rewards import RewardError
 from mlxrl.settings import LoRA, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.loop import RunState, Step, run
 from mlxrl.train.metrics import Diverged
@@ -196,6 +199,74 @@ def test_rewards_that_fail_cost_their_trajectories_and_nothing_else():
         credit = algorithm.advantages(step.groups)
         assert all(np.all(np.array(own[0]) > 0) for own in credit)
         assert not any(np.any(own[place]) for own in credit for place in (2, 3))
+
+
+def test_a_run_lives_over_a_step_without_scores_but_not_over_its_first_a_few_or_its_last():
+    def failing_at(*numbers):
+        calls = []
+
+        def judge(completions, **_):
+            calls.append(1)
+            if len(calls) in numbers:
+                raise asyncio.CancelledError("judge timed out")
+            return length(completions)
+
+        return judge
+
+    short = {"rollout": PAIRS, "steps": 5}
+    found = steps(reward=failing_at(2, 3), **short)
+    assert [step.metrics["rewards/unscored"] for step in found] == [0, 4, 4, 0, 0]
+    assert [step.metrics["rewards/judge/unscored"] for step in found] == [0, 4, 4, 0, 0]
+    assert math.isnan(found[1].metrics["reward"])
+    (line,) = [line for line in found[1].warnings if "could not be scored" in line]
+    assert re.search(r"'judge' failed for 4; .*CancelledError: judge timed out \(.*test_loop.py, line \d+\)", line)
+    assert line in str(found[1])
+    for numbers in ((1,), (2, 3, 4), (5,)):
+        with pytest.raises(RewardError, match="reward 'judge' raised for each of 4 completions: CancelledError: judge"):
+            steps(reward=failing_at(*numbers), **short)
+
+
+def test_a_few_steps_without_a_signal_say_why_and_what_to_change():
+    def lines(**options: Any) -> list[list[str]]:
+        found = steps(**{"steps": 5, "rollout": PAIRS, **options})
+        return [[line for line in step.warnings if line.startswith("for 3 steps")] for step in found]
+
+    long = {"sampling": Sampling(max_tokens=2, min_tokens=2)}
+    free = {"sampling": Sampling(max_tokens=300)}
+    assert lines(reward=lambda completions: [1.0] * len(completions), **free)[2][0].startswith(
+        "for 3 steps no learning signal: all rewards are 1; look at the completions, and try "
+    )
+    told = "every completion ran into the limit of 2 tokens; raise sampling.max_tokens"
+    zero = lines(reward=lambda completions: [0.0] * len(completions), **long)
+    assert zero == [[], [], [f"for 3 steps no learning signal: {told}"], [], []]
+    ranked = lines(reward=lambda completions: [float(n) for n in range(len(completions))], **long)
+    assert ranked == [[], [], [f"for 3 steps {told}"], [], []]
+
+
+def test_a_run_can_end_after_steps_without_a_signal():
+    seen = run(
+        a_policy(), TASKS, grpo(), reward=lambda completions: [1.0] * len(completions), steps=9, rollout=PAIRS,
+        sampling=Sampling(max_tokens=2), train=Train(max_steps_without_signal=4),
+    )  # fmt: skip
+    assert [next(seen).index for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(UserError, match=r"step 3: train\.max_steps_without_signal: the last 4 steps had no learning"):
+        next(seen)
+
+
+def test_groups_that_differ_by_rounding_are_not_learned_from():
+    def a(completions, **_):
+        return [0.1 if n % 2 else 0.3 for n in range(len(completions))]
+
+    def b(completions, **_):
+        return [0.2 for _ in completions]
+
+    def c(completions, **_):
+        return [0.3 if n % 2 else 0.1 for n in range(len(completions))]
+
+    rollout = Rollout(tasks_per_step=2, group_size=4, resampling_rounds=1)
+    (step,) = steps(reward=[a, b, c], rollout=rollout)
+    assert step.metrics["groups/zero_variance"] == step.metrics["groups/sampled"] == 4
+    assert (step.metrics["rollout/rounds"], step.metrics["updates"]) == (2, 0)
 
 
 FORMS = [TeacherAdvantage(), TeacherSurrogate(k=8), TeacherVocabulary()]

@@ -1,5 +1,8 @@
 """The reward functions that come with the library."""
 
+import math
+
+import numpy as np
 import pytest
 
 from mlxrl import rewards
@@ -29,6 +32,9 @@ from mlxrl.rewards import last_number
         ("9" * 400, None),
         (72, 72.0),
         (7.5, 7.5),
+        (10**400, None),
+        (True, None),
+        ("1e999999999999999999999", None),
         (None, None),
         ([{"role": "user", "content": "9"}, {"role": "assistant", "content": "it is 4"}], 4.0),
         ([{"role": "assistant", "content": [{"type": "text", "text": "so"}, {"type": "text", "text": " 5"}]}], 5.0),
@@ -49,6 +55,41 @@ def test_the_functions_that_come_with_the_library():
         assert rewards.contains(completions=completions, **columns) == [1, 1, 0]
 
 
-def test_two_texts_without_a_number_do_not_match():
-    with pytest.raises(ValueError, match="the answer 'none' holds no number"):
-        rewards.last_number_matches(completions=["no"], answer=["none"])
+MISSING = [None, "", " \n", math.nan, np.float32("nan"), [], {}, [None], [math.nan]]
+
+
+@pytest.mark.parametrize("answer", MISSING, ids=repr)
+def test_what_has_no_answer_earns_nothing(answer):
+    for function in (rewards.contains, rewards.exact_match, rewards.last_number_matches):
+        found = function(completions=["no idea", "", "nan", "None"], answer=[answer] * 4)
+        assert all(map(math.isnan, found))
+
+
+def test_an_answer_without_a_number_has_none_to_match():
+    for answer in ("none", True, "true"):
+        assert math.isnan(rewards.last_number_matches(completions=["no"], answer=[answer])[0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "same", "other"),
+    [
+        (4, ["4", "4.0", " $4.00 "], ["14", "-4", "four", ""]),
+        (4.0, ["4", "4.0"], ["44", "True"]),
+        ("4", ["4", "4.0"], ["14"]),
+        (["4"], ["4"], ["5"]),
+        (0.1 + 0.2, ["0.3"], ["0.30001"]),
+        (1_000_000_001, ["1000000001", "1,000,000,001"], ["1000000002"]),
+        (10**400, ["1" + "0" * 400], ["1"]),
+        (True, ["true", "True"], ["1", "false", "untrue"]),
+        (False, ["FALSE"], ["0", ""]),
+        ("True", ["true"], ["1"]),
+        ("yes", ["yes "], ["no"]),
+    ],
+)
+def test_one_comparison_for_answers_of_every_type(answer, same, other):
+    for said in same:
+        assert rewards.exact_match(completions=[said], answer=[answer]) == [1.0]
+        assert rewards.contains(completions=[f"it is {said} or so"], answer=[answer]) == [1.0]
+    for said in other:
+        assert rewards.exact_match(completions=[said], answer=[answer]) == [0.0]
+        assert rewards.contains(completions=[f"it is {said} or so"], answer=[answer]) == [0.0]

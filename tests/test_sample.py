@@ -7,13 +7,14 @@ import random
 import signal
 import threading
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from helpers import moved
+from helpers import a_policy, moved
 from mlxrl import algo
 from mlxrl.errors import UserError
 from mlxrl.policy.logprobs import logprobs
@@ -21,7 +22,7 @@ from mlxrl.policy.lora import MergedLinear
 from mlxrl.policy.policy import as_policy
 from mlxrl.rewards import score
 from mlxrl.rollout.sample import Interrupted, sample
-from mlxrl.settings import EpisodeLimits, LoRA, Sampling
+from mlxrl.settings import EpisodeLimits, LoRA, Reward, Sampling
 from mlxrl.train.batch import make_batch
 from mlxrl.train.gradient import gradient
 from mlxrl.types import MicroBatch, Task
@@ -187,3 +188,19 @@ def test_memory_comes_back_and_does_not_grow():
     assert len(kept) == 50
     assert mx.get_active_memory() - before < 100 * 320, "320 bytes a trace at most, no cache of a row"
     assert mx.get_cache_memory() < 2**20, "buffers are given back"
+
+
+def test_functions_can_see_special_tokens():
+    p = a_policy()
+    end = p.tokenizer.convert_tokens_to_ids("</think>")
+
+    def ends(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits + (mx.arange(logits.shape[-1]) == end) * 1000.0
+
+    def tagged(completions: list[str], **_: Any) -> list[float]:
+        return [float("</think>" in said) for said in completions]
+
+    groups = sample(p, [Task("q")], group_size=2, sampling=Sampling(max_tokens=3), processors=[ends])
+    for special, reward in ((False, 0.0), (True, 1.0)):
+        scored = score(groups, Reward(functions=(tagged,), special_tokens=special))
+        assert [one.reward for one in scored[0]] == [reward] * 2

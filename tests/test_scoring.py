@@ -1,16 +1,21 @@
 """What a user gives as reward, and the scoring of groups."""
 
+import asyncio
+import functools
 import math
+import re
+import threading
 
 import numpy as np
 import pytest
 
 from helpers import a_policy
-from mlxrl import rewards
+from mlxrl import awaiting, rewards
+from mlxrl.awaiting import is_async
 from mlxrl.checked import SettingError
 from mlxrl.plugins import PluginError
-from mlxrl.rewards import RewardError, Rewards, best_and_worst, require_scores, rewards_of, score
-from mlxrl.rewards.scoring import check_columns
+from mlxrl.rewards import RewardError, Rewards, TrainerState, best_and_worst, require_scores, rewards_of, score
+from mlxrl.rewards.scoring import attempt, check_columns, failure_line, failures_of, tell_missing
 from mlxrl.settings import Reward, Sampling
 from mlxrl.train.evaluate import evaluate
 from mlxrl.types import Task, Trajectory, Turn
@@ -32,7 +37,8 @@ def test_a_function_is_called_once_with_all_completions_in_order():
         return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
     scored = score([group("a", "b", answer="a"), group("c", answer="d", level=1)], reward)
-    assert calls == [(["1+1"] * 3, ["a", "b", "c"], ["a", "a", "d"], {"level": [None, None, 1]})]
+    rest = {"level": [None, None, 1], "completion_ids": [[2], [2], [2]], "trainer_state": TrainerState()}
+    assert calls == [(["1+1"] * 3, ["a", "b", "c"], ["a", "a", "d"], rest)]
     assert [[one.reward for one in own] for own in scored] == [[1.0, 0.0], [0.0]]
     assert scored[0][0].rewards == {"reward": 1.0}
 
@@ -41,7 +47,7 @@ def test_messages_reach_a_function_as_messages_that_it_may_change():
     prompt = ({"role": "user", "content": "hi"},)
     seen = []
 
-    def spoil(prompts, completions):
+    def spoil(prompts, completions, **_):
         seen.append((str(prompts), str(completions)))
         prompts[0][0]["content"] = completions[0][0]["content"] = "spoilt"
         return [0.0]
@@ -77,16 +83,20 @@ def test_none_is_left_out_of_the_sum_and_nan_and_infinity_fail():
     np.testing.assert_equal(alone, [math.nan, math.nan, math.nan, 1.0])
 
 
-def test_only_the_completions_that_raise_are_lost():
+def test_only_the_completions_that_raise_are_lost_where_each_is_tried_again():
     sizes = []
 
     def fragile(completions, answer):
         sizes.append(len(completions))
         return [1 / int(text) for text in completions]
 
-    scored = score([group("2", "x", answer=1), group("0", "4")], fragile)
+    groups = [group("2", "x", answer=1), group("0", "4")]
+    scored = score(groups, Reward(functions=(fragile,), retry_each=True))
     np.testing.assert_equal([one.reward for own in scored for one in own], [0.5, math.nan, math.nan, 0.25])
     assert sizes == [4, 1, 1, 1, 1]
+    with pytest.raises(RewardError, match=r"4 completions: ValueError: .* line \d+\); reward.retry_each = true calls"):
+        score(groups, fragile)
+    assert sizes == [4, 1, 1, 1, 1, 4]
 
 
 def test_a_function_that_always_raises_ends_the_run_with_its_name():
@@ -291,3 +301,172 @@ def test_a_function_is_checked_against_the_columns():
         check_columns(rewards_of([fine, wrong]), ["answer"])
     with pytest.raises(ValueError, match="'completions' cannot be passed as a keyword"):
         check_columns(rewards_of(positional), [])
+
+
+def test_what_a_function_raises_costs_its_completions_whatever_its_class():
+    for error in (asyncio.CancelledError("judge timed out"), SystemExit(3), GeneratorExit(), MemoryError("no text")):
+
+        def fails(completions, error=error):
+            if "b" in completions:
+                raise error
+            return [1.0] * len(completions)
+
+        ((one, other),) = score([group("a", "b")], Reward(functions=(fails,), retry_each=True))
+        assert (one.reward, dict(one.failures)) == (1.0, {})
+        assert math.isnan(other.reward)
+        assert re.fullmatch(rf"{type(error).__name__}.* \(.*test_scoring.py, line \d+\)", other.failures["fails"])
+
+
+def test_numbers_beyond_all_bounds_fail_and_sums_are_exact():
+    values = {"a": 10**400, "b": -math.inf, "c": 1e31, "d": 1e30, "e": True}
+
+    def given(completions):
+        return [values[text] for text in completions]
+
+    a, b, c, d, e = score([group(*values)], given)[0]
+    assert [one.reward for one in (d, e)] == [1e30, 1.0]
+    assert [one.failures["given"] for one in (b, c)] == ["returned -Infinity", "returned 1e+31, beyond 1e+30"]
+    assert a.failures["given"].startswith("returned 1000000")
+    (twice,) = score([group("d")], Rewards((given, lambda completions: [1.0]), (2.0, 1.0)))[0]
+    assert (math.isnan(twice.reward), dict(twice.failures)) == (True, {"sum": "the weighted sum is beyond 1e+30"})
+    ones = [lambda completions, _=n: [1.0] * len(completions) for n in range(3)]
+    assert score([group("a")], Rewards(tuple(ones), (0.7, 0.2, 0.1)))[0][0].reward == 1.0
+
+
+def test_a_failure_names_the_example_and_what_its_columns_hold():
+    task = Task("1+1", {"answer": None}, where="data.jsonl: line 7")
+    one = Trajectory(task, (Turn((1,), (2,), (0.0,), "2"),))
+    scored = score([(one, completion("2", answer="2"))], rewards.contains)
+    assert [one.reward for one in scored[0]][1:] == [1.0]
+    assert failure_line(scored[0]) == (
+        "'contains' failed for 1; the first: data.jsonl: line 7: returned NaN; answer is nothing (null)"
+    )
+    (failed,) = failures_of(scored[0])
+    assert (failed.function, failed.completions, failed.example) == ("contains", 1, "data.jsonl: line 7")
+    with pytest.warns(
+        UserWarning, match="1 of 2 examples have no 'answer', which reward 'contains' wants; the first is d"
+    ):
+        tell_missing(rewards_of(rewards.contains), [Task("1+1", {"answer": 0}), task])
+
+
+def test_values_that_are_no_plain_data_are_copied_and_those_that_cannot_be_are_handed_over():
+    def takes(completions, lock, numbers):
+        numbers[0] += 1
+        return [float(lock[0] is columns["lock"] and not columns["numbers"].any())]
+
+    columns = {"lock": threading.Lock(), "numbers": np.zeros(2)}
+    assert score([group("a", **columns)], takes)[0][0].reward == 1.0
+    assert not columns["numbers"].any()
+
+
+def test_functions_get_ids_special_tokens_and_the_state_of_the_run():
+    turns = (Turn((1,), (7, 2), (0.0, 0.0), "so", special_text="<t>so"), Turn((3,), (5,), (0.0,), "it"))
+    one = Trajectory(Task("q"), turns)
+    seen = []
+
+    def sees(completions, completion_ids, trainer_state):
+        seen.append((completions, completion_ids, trainer_state))
+        return [0.0]
+
+    score([(one,)], sees)
+    attempt([(one,)], rewards_of(Reward(functions=(sees,), special_tokens=True)), TrainerState(3, 9))
+    assert seen == [(["so\nit"], [[7, 2, 5]], TrainerState()), (["<t>so\nit"], [[7, 2, 5]], TrainerState(3, 9))]
+
+
+async def awaited(completions, answer, **_):
+    await asyncio.sleep(0)
+    return [float(a in c) for c, a in zip(completions, answer, strict=True)]
+
+
+class Judge:
+    async def __call__(self, completions, answer):
+        return await awaited(completions, answer)
+
+
+@functools.wraps(awaited)
+def wrapped(*arguments, **named):
+    return awaited(*arguments, **named)
+
+
+def one_by_one(completions, answer):
+    async def each(said, gold):
+        if said == "x":
+            raise asyncio.CancelledError
+        return float(gold in said)
+
+    return [each(c, a) for c, a in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.parametrize("function", [awaited, Judge(), functools.partial(awaited), wrapped, one_by_one], ids=str)
+def test_async_functions_are_awaited(function):
+    scored = score([group("a", "b", answer="a")], function)[0]
+    assert [one.reward for one in scored] == [1.0, 0.0]
+    assert is_async(function) == (function is not one_by_one)
+
+
+def test_in_a_list_of_awaitables_each_fails_alone():
+    a, x = score([group("a", "x", answer="a")], one_by_one)[0]
+    assert (a.reward, dict(x.failures)) == (1.0, {"one_by_one": x.failures["one_by_one"]})
+    assert x.failures["one_by_one"].startswith("CancelledError")
+
+
+def test_async_functions_run_together_in_one_loop_that_stays():
+    loops, met = [], []
+
+    async def meets(completions, mine, other):
+        loops.append(asyncio.get_running_loop())
+        met.append(mine)
+        while other not in met:
+            await asyncio.sleep(0)
+        return [1.0]
+
+    pair = [functools.partial(meets, mine="a", other="b"), functools.partial(meets, mine="b", other="a")]
+    for _ in range(2):
+        met.clear()
+        (one,) = score([group("x")], [pair[0], pair[1]])[0]
+        assert dict(one.rewards) == {"meets": 1.0, "meets_2": 1.0}
+    assert len(set(map(id, loops))) == 1
+
+
+def test_a_function_that_hangs_is_named_and_ends_with_its_time(monkeypatch):
+    release = threading.Event()
+
+    def hangs(completions):
+        release.wait()
+        return [1.0]
+
+    async def blocks(completions):
+        release.wait()
+        return [1.0]
+
+    async def sleeps(completions):
+        await asyncio.sleep(60)
+        return [1.0]
+
+    monkeypatch.setattr(awaiting, "WAIT", 0.01)
+    monkeypatch.setattr(awaiting, "GRACE", 0.05)
+    for function in (hangs, sleeps, blocks):
+        name = function.__name__
+        with (
+            pytest.raises(
+                RewardError, match=f"reward '{name}' raised for each of 1 completions: Late: no answer in 0.1 s"
+            ),
+            pytest.warns(UserWarning, match=f"reward '{name}': no answer for 0.01 s; still waiting"),
+        ):
+            score([group("a")], Reward(functions=(function,), timeout=0.1))
+    release.set()
+    assert score([group("a", answer="a")], Reward(functions=(awaited,), timeout=60.0))[0][0].reward == 1.0
+
+
+def test_values_that_cannot_be_read_or_shown_are_one_line():
+    class Mute:
+        def __repr__(self):
+            raise asyncio.CancelledError
+
+    for returned in ([np.ones(2)], [Mute()], Mute(), [1j], ["nan"]):
+
+        def odd(completions, returned=returned):
+            return returned
+
+        with pytest.raises(RewardError, match="reward 'odd': wanted a"):
+            score([group("a")], odd)

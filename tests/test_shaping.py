@@ -32,6 +32,15 @@ def test_length_penalty() -> None:
     assert shaped[0][1].weights == {"shaping/length": 1.0}
 
 
+def test_a_length_penalty_never_pays_for_length() -> None:
+    for rewards in ([-1.0, -1.0, -1.0], [1.0, -1.0, -1.0], [1.0, 1.0, -1.0], [-0.5, 0.0, 0.5]):
+        made = tuple(trajectory(reward, tokens=n) for reward, n in zip(rewards, (1, 9, 4), strict=True))
+        (shaped,) = shaping.shape_length([made], 0.5)
+        lost = [reward - one.reward for reward, one in zip(rewards, shaped, strict=True)]
+        assert min(lost) >= 0
+        assert max(lost) == lost[1]
+
+
 def test_keep_varied() -> None:
-    groups = [group(0.1, 0.1, 0.1), group(0.0, 1.0), group(NAN, 1.0)]
+    groups = [group(0.1, 0.1, 0.1), group(0.0, 1.0), group(NAN, 1.0), group(0.6, 0.1 + 0.2 + 0.3)]
     assert shaping.keep_varied(groups) == [groups[1]]

@@ -25,6 +25,9 @@ def test_metrics_of_groups():
     assert found["rewards/f/mean"] == pytest.approx(2.0 / 5)
     assert (found["rewards/unscored"], found["groups/sampled"], found["groups/zero_variance"]) == (1, 2, 1)
     assert found["frac_reward_zero_std"] == 0.5
+    noisy = describe([scored([0.6, 0.1 + 0.2 + 0.3])])
+    assert (noisy["groups/zero_variance"], noisy["reward_std"], noisy["reward/std"]) == (1, 0.0, 0.0)
+    assert describe([scored([0.1] * 10)])["reward"] == 0.1
     assert (found["completions/mean_length"], found["rollout/tokens"]) == (4, 24)
     assert "episodes/turns" not in found
 
@@ -40,7 +43,10 @@ def test_metrics_of_several_updates():
 
 
 def test_warnings_say_what_was_not_trained_on():
-    failed = dataclasses.replace(made([1.0])[0], stop="error", error="KeyError: 'x'", close_error="OSError: gone")
+    failed = dataclasses.replace(
+        made([1.0])[0], stop="error", error="KeyError: 'x'", close_error="OSError: gone",
+        failures={"f": "KeyError: 'y' (r.py)"},
+    )  # fmt: skip
     metrics = {
         "rewards/unscored": 2.0, "sequences/dropped_tokens": 20.0, "updates": 0.0, "updates/skipped": 0.0,
         "rollout/rounds": 3.0, "groups/sampled": 12.0,
@@ -49,8 +55,11 @@ def test_warnings_say_what_was_not_trained_on():
         "1 episodes ended because their environment failed, the first: KeyError: 'x'",
         "1 environments could not be closed, the first: OSError: gone",
         "20 sampled tokens are beyond train.max_tokens_per_sequence and were not trained on",
-        "2 completions could not be scored and are left out",
+        "2 completions could not be scored and are left out: 'f' failed for 1; the first: \"x\": KeyError: 'y' (r.py)",
         "none of 12 groups in 3 rounds has a learning signal; no update",
+    )
+    assert warnings_of({"rewards/unscored": 2.0, "updates": 1.0}, []) == (
+        "2 completions could not be scored and are left out",
     )
     assert warnings_of({**metrics, "updates/skipped": 1.0}, [])[-1] == (
         "loss or gradient was not finite; the update was skipped"

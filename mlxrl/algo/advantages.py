@@ -1,14 +1,15 @@
 """From the rewards of a task's completions to their advantages, in float64 numpy.
 
 N completions (or steps), `ids` [N] says which group each belongs to. A NaN reward is a completion that could not be
-scored: it is in no statistic and has advantage 0. A group whose rewards are all equal has advantage exactly 0, whatever
-the rounding of its mean. Standard deviations divide by n-1.
+scored: it is in no statistic and has advantage 0. A group whose rewards are all equal, up to rounding, has advantage
+exactly 0. Standard deviations divide by n-1.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -17,6 +18,21 @@ from numpy.typing import ArrayLike, NDArray
 Floats: TypeAlias = NDArray[np.float64]
 Ids: TypeAlias = Sequence[Hashable]
 Scale: TypeAlias = Literal["group", "batch", "none"]
+
+
+NEAR = {"rel_tol": 1e-9, "abs_tol": 1e-12}
+"""Numbers are equal up to rounding where they differ by 1e-9 of the larger one's size at most, or by 1e-12."""
+
+
+def equal(one: float, other: float) -> bool:
+    """Whether two rewards are equal up to rounding."""
+    return math.isclose(one, other, **NEAR)
+
+
+def all_equal(values: Iterable[float]) -> bool:
+    """Whether numbers are all equal up to rounding; those that are NaN are left out."""
+    known = [value for value in values if not math.isnan(value)]
+    return not known or equal(min(known), max(known))
 
 
 def members(ids: Ids) -> list[NDArray[np.intp]]:
@@ -32,7 +48,7 @@ def spread(values: Floats) -> float:
     known = values[~np.isnan(values)]
     if known.size < 2:
         return float("nan")
-    return 0.0 if known.max() == known.min() else float(known.std(ddof=1))
+    return 0.0 if all_equal(known) else float(known.std(ddof=1))
 
 
 def by_group(rewards: ArrayLike, ids: Ids, function: Callable[[Floats], ArrayLike]) -> Floats:
@@ -42,7 +58,7 @@ def by_group(rewards: ArrayLike, ids: Ids, function: Callable[[Floats], ArrayLik
     for group in members(ids):
         group = group[~np.isnan(rewards[group])]
         values = rewards[group]
-        if group.size > 1 and values.max() != values.min():
+        if group.size > 1 and not all_equal(values):
             out[group] = function(values)
     return out
 
@@ -71,8 +87,8 @@ def relative_to_mean(rewards: ArrayLike, ids: Ids) -> Floats:
 def weighted_sum(rewards: ArrayLike, weights: ArrayLike) -> Floats:
     """[N, F] rewards of F functions to [N]: sum_f w_f r_f over those that scored; NaN where none did (TRL)."""
     rewards = np.asarray(rewards, dtype=np.float64)
-    total = np.nansum(rewards * np.asarray(weights, dtype=np.float64), axis=1)
-    return np.where(np.isnan(rewards).all(axis=1), np.nan, total)
+    known, terms = ~np.isnan(rewards), rewards * np.asarray(weights, dtype=np.float64)
+    return np.array([math.fsum(term[own]) if own.any() else np.nan for term, own in zip(terms, known, strict=True)])
 
 
 def normalise_then_sum(rewards: ArrayLike, weights: ArrayLike, ids: Ids, eps: float = 1e-6) -> Floats:

@@ -44,7 +44,7 @@ class Whiten:
         values = np.asarray(values, dtype=np.float64)
         known = values if mask is None else values[np.asarray(mask, dtype=bool)]
         known = known[~np.isnan(known)]
-        if known.size <= self.ddof or known.max() == known.min():
+        if known.size <= self.ddof or maths.all_equal(known):
             return np.zeros_like(values)
         return np.nan_to_num((values - known.mean()) / np.sqrt(max(known.var(ddof=self.ddof), self.floor) + self.eps))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mlxrl.algo.advantages import Floats, Ids, members
+from mlxrl.algo.advantages import Floats, Ids, all_equal, members
 from mlxrl.types import Group, Trajectory
 
 
@@ -34,7 +33,9 @@ def shape_overlong(
 def length_penalty(rewards: ArrayLike, ids: Ids, costs: Sequence[tuple[float, ArrayLike]]) -> Floats:
     """[N] rewards less a penalty in proportion to what the completion cost (prime-rl's linear length penalty).
 
-    shaped_i = r_i - mean_g(r) sum_c w_c x_ci / max(max_g(x_c), 1)
+    shaped_i = r_i - max(mean_g(r), 0) sum_c w_c x_ci / max(max_g(x_c), 1)
+
+    A group whose mean is not positive loses nothing: nothing is ever paid for a cost.
 
     costs: pairs of a weight w and values x [N], such as tokens or turns.
     """
@@ -42,7 +43,7 @@ def length_penalty(rewards: ArrayLike, ids: Ids, costs: Sequence[tuple[float, Ar
     out = rewards.copy()
     for group in members(ids):
         known = rewards[group][~np.isnan(rewards[group])]
-        mean = known.mean() if known.size else 0.0
+        mean = max(float(known.mean()), 0.0) if known.size else 0.0
         for weight, values in costs:
             x = np.asarray(values, dtype=np.float64)[group]
             out[group] -= mean * weight * x / max(x.max(), 1.0)
@@ -71,4 +72,4 @@ def _with_part(groups: Sequence[Group], name: str, values: Sequence[float]) -> l
 
 def keep_varied(groups: Sequence[Group]) -> list[Group]:
     """The groups with two different rewards (DAPO's dynamic sampling, arXiv 2503.14476); others have advantage 0."""
-    return [group for group in groups if len({one.reward for one in group if not math.isnan(one.reward)}) > 1]
+    return [group for group in groups if not all_equal(one.reward for one in group)]

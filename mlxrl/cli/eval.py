@@ -15,10 +15,10 @@ def command(experiment: Experiment, adapter: str | None) -> int:
         raise UserError(experiment.origin.file, "data", why)
     adapter = adapter or experiment.config.model.adapter
     policy = experiment.load(trained=False, adapter=adapter)
-    found = experiment.evaluator(policy)().summary(experiment.config.evaluation.success)
-    name, numbers = (
-        safe(near(adapter or "without adapter")),
-        f"mean reward {found['mean_reward']:.4f}, {found['n']} examples",
-    )
+    found = experiment.evaluator(policy)(0).summary(experiment.config.evaluation.success)
+    name = safe(near(adapter or "without adapter"))
+    numbers = f"mean reward {found['mean_reward']:.4f}, {found['n']} examples"
     print(f"{name}: accuracy {found['accuracy']:.4f}, {numbers}")
+    if warning := found.get("warning"):
+        print(safe(warning))
     return 0

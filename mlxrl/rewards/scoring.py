@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from mlxrl import plugins, settings
-from mlxrl.data import RESERVED
-from mlxrl.errors import UserError, brief, exception_line
+from mlxrl.data import RESERVED, is_missing
+from mlxrl.errors import brief
 from mlxrl.names import renamed_column
-from mlxrl.types import Group, Trajectory
+from mlxrl.rewards.calls import (
+    Call,
+    Failure,
+    Function,
+    Part,
+    RewardError,
+    TrainerState,
+    columns_of,
+    name_of,
+    parameters_of,
+)
+from mlxrl.settings import LARGEST_REWARD
+from mlxrl.types import Group, Task, Trajectory
 
-Function: TypeAlias = Callable[..., Any]
 ENVIRONMENT = "environment"
 """The part of a reward that is the sum over an episode's turns."""
-
-
-class RewardError(UserError):
-    """Reward functions are missing, cannot be called with the data, always raise, or return no numbers."""
+SUM = "sum"
+"""What failed where the parts are numbers and their weighted sum is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Reward functions, and the weight of each in the sum."""
+    """Reward functions, the weight of each in the sum, and how they are called."""
 
     functions: tuple[Function, ...] = ()
     weights: tuple[float, ...] = ()
+    call: Call = field(default_factory=Call)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,7 +66,8 @@ def rewards_of(given: RewardLike) -> Rewards:
     if not isinstance(given, settings.Reward):
         given = settings.Reward(functions=() if given is None else (given,) if callable(given) else tuple(given))
     functions = tuple(map(_found, given.functions))
-    return Rewards(functions, given.weights or (1.0,) * len(functions))
+    call = Call(given.timeout, given.special_tokens, given.retry_each)
+    return Rewards(functions, given.weights or (1.0,) * len(functions), call)
 
 
 def _found(given: Function | str) -> Function:
@@ -71,22 +81,34 @@ def _found(given: Function | str) -> Function:
     return function
 
 
-def name_of(function: Function) -> str:
-    return getattr(function, "__name__", None) or type(function).__name__
-
-
 def check_columns(rewards: Rewards, columns: Sequence[str]) -> None:
-    """RewardError where a function has a parameter that is neither a column, `prompts` nor `completions`."""
-    offered = [*RESERVED, *columns]
+    """RewardError where a function has a parameter that is neither a column nor one of the keywords of all."""
+    offered = [*RESERVED[:2], *columns]
     for function in rewards.functions:
         where = f"reward {name_of(function)!r}"
-        for one in _parameters(function).values():
+        for one in parameters_of(function).values():
             needed = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
             if one.kind is one.POSITIONAL_ONLY:
                 raise RewardError(where, f"parameter {one.name!r} cannot be passed as a keyword")
-            if needed and one.name not in offered:
+            if needed and one.name not in (*RESERVED, *columns):
                 hint = renamed_column(one.name, offered)
                 raise RewardError(where, f"wants {one.name!r}, but the data offer {', '.join(offered)}{hint}")
+
+
+def tell_missing(rewards: Rewards, tasks: Sequence[Task]) -> None:
+    """Warn of examples without a value in a column that a function cannot do without: most often the answer."""
+    for function in rewards.functions:
+        parameters = parameters_of(function)
+        for column in [name for name in columns_of(function) if parameters[name].default is parameters[name].empty]:
+            lacking = [task for task in tasks if is_missing(task.columns.get(column))]
+            if lacking:
+                what = f"no {column!r}, which reward {name_of(function)!r} wants; the first is {example_of(lacking[0])}"
+                warnings.warn(f"{len(lacking)} of {len(tasks)} examples have {what}", stacklevel=2)
+
+
+def example_of(task: Task) -> str:
+    """What names an example: where it was read from, or how its prompt begins."""
+    return task.where or brief(task.prompt if isinstance(task.prompt, str) else list(task.prompt), 40)
 
 
 def earned(trajectory: Trajectory) -> Trajectory:
@@ -100,24 +122,34 @@ def score(groups: Sequence[Group], reward: RewardLike = None) -> tuple[Group, ..
 
     `Trajectory.rewards` are the parts by function name, `Trajectory.weights` their weights; the environment's part,
     "environment", has weight 1. A function that returns None for a completion is left out of its sum. Where a function
-    returns NaN or infinity or raises, and where all return None, the reward is NaN. A function that raises is called
-    again one completion at a time, so that only those it raises for are lost.
+    returns NaN or a size beyond 1e30 or raises, and where all return None, the reward is NaN; `Trajectory.failures`
+    says why. What async functions return is awaited, of all together.
 
     Args:
         reward: see `rewards_of`. A function may change what it is given: each call has copies.
     Raises:
         RewardError: a function raised for every completion, or returned something else than a number or None for each.
     """
-    rewards = rewards_of(reward)
+    scored, fault = attempt(groups, rewards_of(reward))
+    if fault is not None:
+        raise fault
+    return scored
+
+
+def attempt(
+    groups: Sequence[Group], rewards: Rewards, state: TrainerState = TrainerState()
+) -> tuple[tuple[Group, ...], RewardError | None]:
+    """`score`, and the fault of a function that raised for every completion beside the groups."""
     flat = [trajectory for group in groups for trajectory in group]
     rewarded = bool(flat) and all(ENVIRONMENT in one.rewards or one.stop == "error" for one in flat)
     if not rewards.functions and not rewarded:
         raise RewardError("reward", "wanted at least one function, got none")
+    functions = dict(zip(rewards.names, rewards.functions, strict=True)) if flat else {}
+    parts = replace(rewards.call, state=state).parts(functions, flat)
     weights = dict(zip(rewards.names, rewards.weights, strict=True))
-    called = zip(rewards.names, rewards.functions, strict=True) if flat else ()
-    parts = {name: _values(name, function, flat) for name, function in called}
     scored = iter([_scored(one, {name: parts[name][n] for name in parts}, weights) for n, one in enumerate(flat)])
-    return tuple(tuple(next(scored) for _ in group) for group in groups)
+    fault = next((fault for name in parts if (fault := _fault(name, parts[name], rewards.call.retry_each))), None)
+    return tuple(tuple(next(scored) for _ in group) for group in groups), fault
 
 
 def require_scores(groups: Sequence[Group]) -> Sequence[Group]:
@@ -125,8 +157,37 @@ def require_scores(groups: Sequence[Group]) -> Sequence[Group]:
     finished = [one for group in groups for one in group if one.stop != "error"]
     if finished and not any(math.isfinite(one.reward) for one in finished):
         wanted = f"wanted a finite number for at least one of {len(finished)} completions, got None, NaN, infinity "
-        raise RewardError("reward", wanted + "or an exception for each; look at the reward functions")
+        why = f" ({line})" if (line := failure_line(finished)) else ""
+        raise RewardError("reward", f"{wanted}or an exception for each{why}; look at the reward functions")
     return groups
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """How often a function gave no number for one reason, and the first example of it."""
+
+    function: str
+    error: str
+    completions: int
+    example: str
+
+
+def failures_of(trajectories: Sequence[Trajectory]) -> list[Failed]:
+    """Why completions have no number of a function, each reason of a function once, in the order they came."""
+    found = [(name, why, one) for one in trajectories for name, why in one.failures.items()]
+    counts = Counter((name, why) for name, why, _ in found)
+    firsts = {(name, why): example_of(one.task) for name, why, one in reversed(found)}
+    return [Failed(*key, count, firsts[key]) for key, count in counts.items()]
+
+
+def failure_line(trajectories: Sequence[Trajectory]) -> str:
+    """Which functions failed how often, and the first reason; empty where none failed."""
+    found = failures_of(trajectories)
+    counts = Counter[str]()
+    for one in found:
+        counts[one.function] += one.completions
+    told = ", ".join(f"{name!r} failed for {number}" for name, number in counts.items())
+    return f"{told}; the first: {found[0].example}: {found[0].error}" if found else ""
 
 
 def best_and_worst(group: Group) -> list[Trajectory]:
@@ -135,71 +196,34 @@ def best_and_worst(group: Group) -> list[Trajectory]:
     return ranked[:1] if len(ranked) < 2 else [ranked[0], ranked[-1]]
 
 
-def _scored(trajectory: Trajectory, parts: Mapping[str, float | None], weights: Mapping[str, float]) -> Trajectory:
+def _fault(name: str, parts: Sequence[Part], retried: bool) -> RewardError | None:
+    """The fault of a function that raised for every completion."""
+    raised = [part for part in parts if isinstance(part, Failure) and part.error is not None]
+    if not parts or len(raised) < len(parts):
+        return None
+    hint = "" if retried or len(parts) == 1 else "; reward.retry_each = true calls it again for each by itself"
+    error = RewardError(f"reward {name!r} raised for each of {len(parts)} completions", raised[0].why + hint)
+    error.__cause__ = raised[0].error
+    return error
+
+
+def _scored(trajectory: Trajectory, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Trajectory:
     if trajectory.stop == "error":
         return replace(trajectory, reward=math.nan)
+    failures = {name: part.why for name, part in parts.items() if isinstance(part, Failure)}
     if ENVIRONMENT in trajectory.rewards:
         parts, weights = {ENVIRONMENT: trajectory.rewards[ENVIRONMENT], **parts}, {ENVIRONMENT: 1.0, **weights}
-    applying = [(part, weights[name]) for name, part in parts.items() if part is not None]
-    total = sum(part * factor for part, factor in applying) if applying else math.nan
-    known = {name: math.nan if part is None else part for name, part in parts.items()}
-    return replace(trajectory, reward=float(total), rewards=known, weights=weights)
+    known = {name: part if isinstance(part, float) else math.nan for name, part in parts.items()}
+    applying = [name for name, part in parts.items() if part is not None]
+    total = _total([weights[name] * known[name] for name in applying if weights[name]]) if applying else math.nan
+    if math.isinf(total):
+        total, failures[SUM] = math.nan, f"the weighted sum is beyond {LARGEST_REWARD:g}"
+    return replace(trajectory, reward=total, rewards=known, weights=weights, failures=failures)
 
 
-def _values(name: str, function: Function, flat: Sequence[Trajectory]) -> list[float | None]:
-    """A function's number for every completion, NaN where it raises."""
-    parameters = _parameters(function)
-    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    offered = dict.fromkeys((*RESERVED, *(column for one in flat for column in one.task.columns)))
-    wanted = [name for name in offered if everything or name in parameters]
-    returned, error = _called(function, wanted, flat)
-    if error is None:
-        return _numbers(name, returned, len(flat))
-    alone = [_called(function, wanted, [one]) for one in flat] if len(flat) > 1 else [(None, error)]
-    if all(raised is not None for _, raised in alone):
-        where = f"reward {name!r} raised for each of {len(flat)} completions"
-        raise RewardError(where, exception_line(error)) from error
-    return [_numbers(name, returned, 1)[0] if raised is None else math.nan for returned, raised in alone]
-
-
-def _called(function: Function, wanted: Sequence[str], flat: Sequence[Trajectory]) -> tuple[Any, BaseException | None]:
-    """What a function returned, and what it raised."""
-    try:
-        return function(**{name: [_argument(name, one) for one in flat] for name in wanted}), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (any exception of a user's function costs a sample, not the run)
-        return None, error
-
-
-def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise RewardError(f"reward {name_of(function)!r}", "its parameters cannot be read; wrap it in a def") from None
-
-
-def _argument(name: str, trajectory: Trajectory) -> Any:
-    """A trajectory's value for a keyword of a function, as a copy."""
-    prompt, messages = trajectory.task.prompt, trajectory.task.messages
-    if name == "prompts":
-        return prompt if isinstance(prompt, str) else deepcopy(list(prompt))
-    if name == "completions":
-        return [{"role": "assistant", "content": trajectory.text}] if messages else trajectory.text
-    value = trajectory.task.columns.get(name)
-    return deepcopy(value) if isinstance(value, list | dict | set | tuple) else value
-
-
-def _numbers(name: str, returned: Any, number: int) -> list[float | None]:
-    if hasattr(returned, "tolist"):
-        returned = returned.tolist()
-    if not isinstance(returned, list | tuple):
-        raise RewardError(f"reward {name!r}", f"wanted a list of {number} numbers, got {brief(returned)}")
-    if len(returned) != number:
-        raise RewardError(f"reward {name!r}", f"wanted {number} numbers, one per completion, got {len(returned)}")
-    return [None if value is None else _number(name, value) for value in returned]
-
-
-def _number(name: str, value: Any) -> float:
-    value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, int | float):
-        raise RewardError(f"reward {name!r}", f"wanted a number per completion, got {brief(value)}")
-    return float(value) if abs(value) <= sys.float_info.max else math.nan
+def _total(terms: Sequence[float]) -> float:
+    """The sum of terms, NaN where one is, infinite where they or it are beyond the largest reward."""
+    if any(map(math.isnan, terms)):
+        return math.nan
+    total = math.inf if any(abs(term) > LARGEST_REWARD for term in terms) else math.fsum(terms)
+    return total if abs(total) <= LARGEST_REWARD else math.inf

@@ -102,21 +102,19 @@ class Episodes:
             length = len(sequence.prompt)
             name = "reset: " if episode.environment else ""
             return self._finish(episode, "error", name + too_long(length, length + sequence.limit))
-        chat = episode.chat
+        chat, stopped = episode.chat, sequence.tokens[-1:] and sequence.tokens[-1] in sequence.rules.stop_ids
+        special = self.tokenizer.decode(sequence.tokens[:-1] if stopped else sequence.tokens)
         episode.turns.append(Turn(
             chat.ids, tuple(sequence.tokens), tuple(sequence.logprobs),
             self.tokenizer.decode(sequence.tokens, skip_special_tokens=True), details=sequence.details,
             state=episode.state, observation_text=episode.observation_text,
-            history_rewritten=chat.history_rewritten, new_suffix=chat.new_suffix,
+            history_rewritten=chat.history_rewritten, new_suffix=chat.new_suffix, special_text=special,
         ))  # fmt: skip
         if (handle := episode.environment) is None or sequence.stop == "error":
             return self._finish(episode, sequence.stop)
         if not sequence.tokens:
             return self._finish(episode, "length")
-        reply = episode.turns[-1].text
-        if handle.special_tokens:
-            stopped = sequence.tokens[-1] in sequence.rules.stop_ids
-            reply = self.tokenizer.decode(sequence.tokens[:-1] if stopped else sequence.tokens)
+        reply = special if handle.special_tokens else episode.turns[-1].text
         thinking = sequence.rules.opened_by(sequence.prompt)
         self.workers.submit(partial(handle.step, reply, thinking), episode)
 

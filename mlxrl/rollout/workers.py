@@ -40,7 +40,7 @@ class Call:
             return ""
         try:
             text = str(self.error)
-        except (Exception, SystemExit):  # noqa: BLE001  (user code too)
+        except BaseException:  # noqa: BLE001  (user code too)
             text = "its message cannot be shown"
         return one_line(f"{name}: {type(self.error).__name__}: {text}").removesuffix(":") + place_of(self.error)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxrl import algo, plugins
@@ -12,7 +11,8 @@ from mlxrl.checked import SettingError
 from mlxrl.config import Origin, text
 from mlxrl.data import tasks as read_tasks
 from mlxrl.errors import UserError, did_you_mean
-from mlxrl.rewards.scoring import Rewards, check_columns, rewards_of
+from mlxrl.rewards import TrainerState
+from mlxrl.rewards.scoring import Rewards, check_columns, rewards_of, tell_missing
 from mlxrl.rollout.environment import Factory, check_factory, gives_rewards
 from mlxrl.runs.sinks import Sink, UserSink
 from mlxrl.settings import Config, EpisodeLimits
@@ -150,15 +150,16 @@ class Experiment:
             seed=config.seed, state=state,
         )  # fmt: skip
 
-    def evaluator(self, policy: Policy) -> Callable[[], Evaluation]:
-        """What evaluates a policy on the held-out examples, as it is when called."""
+    def evaluator(self, policy: Policy) -> Callable[[int], Evaluation]:
+        """What evaluates a policy on the held-out examples after so many steps, as it is when called."""
         from mlxrl.train.evaluate import evaluate
 
         temperature = self.config.evaluation.temperature
         sampling = replace(self.config.sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
-        return partial(
-            evaluate, policy, self.held_out, self.rewards, sampling=sampling, environment=self.environment,
+        return lambda step: evaluate(
+            policy, self.held_out, self.rewards, sampling=sampling, environment=self.environment,
             limits=self.limits(), max_rows=self.config.rollout.max_rows, seed=self.config.seed,
+            state=TrainerState(step, self.config.steps),
         )  # fmt: skip
 
 
@@ -252,7 +253,9 @@ def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_
     """SettingError for columns that rewards or the teacher want and the data lack, and for too few examples."""
     for some in (tasks, held_out):
         if some:
-            _within(("reward",), check_columns, rewards, list(some[0].columns))
+            offered = list(dict.fromkeys(column for task in some for column in task.columns))
+            _within(("reward",), check_columns, rewards, offered)
+            tell_missing(rewards, some)
     if (hint := settings.teacher.hint) is not None:
         from mlxrl.train.teacher import hinted
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlxrl.checked import SettingError
-from mlxrl.errors import UserError
+from mlxrl.errors import UserError, exception_line
 from mlxrl.files import append_line, write_json, write_text
 
 State = Literal["configured", "running", "cancelled", "interrupted", "failed", "succeeded"]
@@ -69,7 +69,7 @@ class RunFolder:
     def failure(self, error: BaseException) -> None:
         """Enter the state "failed" and keep the traceback."""
         lines = "".join(traceback.format_exception(error))
-        self.enter("failed", error=f"{type(error).__name__}: {error}", traceback=lines)
+        self.enter("failed", error=exception_line(error), traceback=lines)
 
     def evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """Write evaluation.json: `before` and, once known, `after`, `difference` and `interval`."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shlex
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mlxrl.awaiting import is_async
 from mlxrl.errors import UserError
+from mlxrl.rewards import RewardError
+from mlxrl.rewards.scoring import failures_of
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import RunFolder, near
@@ -59,7 +63,7 @@ class Run:
             self.folder.enter("interrupted")
             self._end("interrupted", [f"stopped at once; {self._adapter() if kept else 'nothing was learned yet'}"])
             return 130
-        except Exception as error:
+        except BaseException as error:  # user code may raise anything
             self._end("failed")
             try:
                 self._keep()
@@ -75,7 +79,7 @@ class Run:
         policy, held_out = self.policy, self.experiment.held_out
         self._begin()
         evaluate = self.experiment.evaluator(policy)
-        before = self._evaluate(evaluate, "before training") if held_out else None
+        before = self._evaluate(evaluate, 0, "before training") if held_out else None
         if before is not None:
             self._record(before=before.summary(self.experiment.config.evaluation.success))
         with self.shutdown.graceful():
@@ -88,7 +92,7 @@ class Run:
         if before is not None:
             from mlxrl.train.evaluate import compare
 
-            after = self._evaluate(evaluate, "after training")
+            after = self._evaluate(evaluate, self.experiment.config.steps, "after training")
             self._record(after=after.summary(self.experiment.config.evaluation.success), **compare(before, after))
         self.folder.enter("succeeded")
         self._end("succeeded", self._next())
@@ -106,7 +110,7 @@ class Run:
         for sink in self.sinks:
             sink.begin(description)
 
-    def _train(self, policy: Policy, evaluate: Callable[[], Evaluation]) -> None:
+    def _train(self, policy: Policy, evaluate: Callable[[int], Evaluation]) -> None:
         """Take the steps, up to the last one or the one in which the run was asked to stop."""
         from mlxrl.train import checkpoint
         from mlxrl.train.loop import RunState
@@ -120,6 +124,8 @@ class Run:
             if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
                 counts = {name: step.metrics[name] for name in ("groups/sampled", "groups/used", "rollout/rounds")}
                 self.folder.event("no signal", step=done, **counts)
+            for failed in failures_of([one for group in step.sampled or step.groups for one in group]):
+                self.folder.event("unscored", step=done, **asdict(failed))
             for sink in self.sinks:
                 sink.step(step)
             if due(config.run.checkpoint_every, done):
@@ -127,16 +133,25 @@ class Run:
             if self.shutdown.requested:
                 return
             if self.experiment.held_out and due(config.run.evaluate_every, done) and done < config.steps:
-                self._evaluate(evaluate, f"after step {done}")
+                self._between(evaluate, done)
 
-    def _evaluate(self, evaluate: Callable[[], Evaluation], when: str) -> Evaluation:
+    def _evaluate(self, evaluate: Callable[[int], Evaluation], step: int, when: str) -> Evaluation:
         with self.busy(f"evaluating {len(self.experiment.held_out):,} held-out examples"):
-            found = evaluate()
+            found = evaluate(step)
         summary = found.summary(self.experiment.config.evaluation.success)
         for sink in self.sinks:
             sink.evaluation(when, summary)
         self.folder.event("evaluation", when=when, **summary)
         return found
+
+    def _between(self, evaluate: Callable[[int], Evaluation], done: int) -> None:
+        """An evaluation between steps; the run lives where it could not be scored."""
+        when = f"after step {done}"
+        try:
+            self._evaluate(evaluate, done, when)
+        except RewardError as error:
+            self.folder.event("evaluation failed", when=when, error=str(error))
+            warnings.warn(f"evaluation {when}: {error}", stacklevel=2)
 
     def _record(self, **found: Any) -> None:
         self.evaluation |= found
@@ -189,7 +204,7 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
         ("adapters", f"{kind} rank {lora.rank}, scale {lora.scale:g}{parameters}{begun}"),
         ("data", f"{len(experiment.tasks):,} examples of {near(config.data.train)}{held_out}"),
         ("environment", _environment(experiment)),
-        ("reward", ", ".join(near(str(name)) for name in config.reward.functions) or "none"),
+        ("reward", ", ".join(map(_reward, config.reward.functions, experiment.rewards.functions)) or "none"),
         ("algorithm", f"{experiment.algorithm.name}({arguments})"),
         ("teacher", _teacher(experiment)),
         (
@@ -201,6 +216,10 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
         ("a run", f"{config.steps} steps{_evaluations(experiment)}, in {near(config.run.folder or '')}"),
     ]
     return [(label, value) for label, value in lines if value]
+
+
+def _reward(name: object, function: object) -> str:
+    return f"{near(str(name))}{' (async)' if is_async(function) else ''}"
 
 
 def _environment(experiment: Experiment) -> str:

@@ -72,7 +72,9 @@ class UserSink(Sink):
         if callable(given) and _makes(given):
             try:
                 given = given()
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 raise UserError(f"{name!r}", f"cannot be made: {exception_line(error)}") from error
         self._name = name
         self._methods = {method: function for method in METHODS if callable(function := getattr(given, method, None))}
@@ -103,7 +105,9 @@ class UserSink(Sink):
             return
         try:
             self._methods[method](*arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (user code)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  (user code)
             self._methods = {}
             line = safe(exception_line(error))
             warnings.warn(f"sink {self._name}: {method}: {line}; it receives nothing more", stacklevel=2)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from mlxrl.algo.advantages import equal
 from mlxrl.checked import keywords
 from mlxrl.data import Source
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
-from mlxrl.rewards.scoring import RewardLike, require_scores, rewards_of, score
+from mlxrl.rewards.calls import TrainerState
+from mlxrl.rewards.scoring import (
+    RewardLike,
+    attempt,
+    failure_line,
+    failures_of,
+    require_scores,
+    rewards_of,
+    tell_missing,
+)
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.sample import fitting_prompts, sample
@@ -33,18 +44,36 @@ class Evaluation:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """A reward that failed counts as 0: a model that breaks the scoring is not a good one."""
-        return tuple(t.reward if math.isfinite(t.reward) else 0.0 for t in self.trajectories)
+        """The reward of every example, NaN where it could not be scored."""
+        return tuple(t.reward if math.isfinite(t.reward) else math.nan for t in self.trajectories)
 
-    def summary(self, success: float = 1.0) -> dict[str, float]:
-        """accuracy: share of examples whose reward is at least `success`; mean_reward; n examples."""
-        rewards = np.array(self.rewards)
-        return {
-            "accuracy": float((rewards >= success).mean()),
-            "mean_reward": float(rewards.mean()),
+    @property
+    def warning(self) -> str:
+        """How many examples could not be scored, by which function, and the first reason; empty where all could."""
+        unscored = sum(map(math.isnan, self.rewards))
+        lines = [failure_line(self.trajectories), next((one.error for one in self.trajectories if one.error), "")]
+        why = "; ".join(line for line in lines if line)
+        what = f"{unscored} of {len(self.rewards)} examples could not be scored and are left out"
+        return f"{what}{f': {why}' if why else ''}" if unscored else ""
+
+    def summary(self, success: float = 1.0) -> dict[str, Any]:
+        """accuracy, the share of rewards of at least `success`, and mean_reward of the n examples that could be scored.
+
+        A reward that falls short of `success` by rounding is there. unscored: how many examples could not be scored;
+        where there are some, failures: which function failed how often for which reason, and warning: that in words.
+        """
+        rewards = [reward for reward in self.rewards if not math.isnan(reward)]
+        found: dict[str, Any] = {
+            "accuracy": fmean(r >= success or equal(r, success) for r in rewards) if rewards else math.nan,
+            "mean_reward": fmean(rewards) if rewards else math.nan,
             "n": len(rewards),
+            "unscored": len(self.rewards) - len(rewards),
             **({"left_out": self.left_out} if self.left_out else {}),
         }
+        if self.warning:
+            failures = [asdict(one) for one in failures_of(self.trajectories)]
+            found |= {"failures": failures, "warning": self.warning}
+        return found
 
 
 @keywords
@@ -58,6 +87,7 @@ def evaluate(
     limits: EpisodeLimits = EpisodeLimits(),
     max_rows: int = 32,
     seed: int = 0,
+    state: TrainerState = TrainerState(),
 ) -> Evaluation:
     """Complete every task once, greedily by default, and score the completions.
 
@@ -65,6 +95,7 @@ def evaluate(
         tasks: those of `mlxrl.tasks`, or what that reads; prompts that fill the model's context are left out.
         reward: may be left out where an environment gives the rewards; what its settings shape is not shaped here.
         environment, limits, max_rows: see `sample`.
+        state: what functions learn of a run.
     """
     if tasks in ([], ()):
         raise UserError("evaluate", "wanted at least one task, got none")
@@ -73,22 +104,32 @@ def evaluate(
     if environment is not None and not rewards.functions and not gives_rewards(environment):
         why = "wanted at least one function, got none; the environment gives no rewards"
         raise UserError("evaluate", "reward", why)
+    tell_missing(rewards, fitted.tasks)
     groups = sample(
         policy, fitted.tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows,
         environment=environment, limits=limits,
     )  # fmt: skip
     require_finite(groups, "evaluation")
-    return Evaluation(tuple(group[0] for group in require_scores(score(groups, rewards))), fitted.left_out)
+    scored, fault = attempt(groups, rewards, state)
+    if fault is not None:
+        raise fault
+    return Evaluation(tuple(group[0] for group in require_scores(scored)), fitted.left_out)
 
 
 def compare(before: Evaluation, after: Evaluation, seed: int = 0) -> dict[str, Any]:
     """Mean reward after minus before on the same examples, with its 95 % interval.
 
-    The interval is that of a bootstrap over the pairs (percentiles 2.5 and 97.5 of the resampled means).
+    Examples that could not be scored in both are left out; then `pairs` says how many there are. The interval is that
+    of a bootstrap over the pairs (percentiles 2.5 and 97.5 of the resampled means).
     """
     if [t.task.prompt for t in before.trajectories] != [t.task.prompt for t in after.trajectories]:
         raise UserError("compare", "the two evaluations are not of the same examples")
-    pairs = np.array(after.rewards) - np.array(before.rewards)
+    both = zip(before.rewards, after.rewards, strict=True)
+    known = [(one, other) for one, other in both if not math.isnan(one + other)]
+    if not known:
+        return {"difference": math.nan, "interval": [math.nan, math.nan], "pairs": 0}
+    pairs = np.array([0.0 if equal(one, other) else other - one for one, other in known])
+    left_out = {} if len(pairs) == len(before.rewards) else {"pairs": len(pairs)}
     draws = np.random.default_rng(seed).integers(len(pairs), size=(RESAMPLES, len(pairs)))
     low, high = np.percentile(pairs[draws].mean(axis=1), [2.5, 97.5])
-    return {"difference": float(pairs.mean()), "interval": [float(low), float(high)]}
+    return {"difference": fmean(pairs), "interval": [float(low), float(high)], **left_out}

@@ -17,7 +17,15 @@ from mlxrl.checked import keywords
 from mlxrl.data import Source, indices_of
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
-from mlxrl.rewards.scoring import RewardLike, Rewards, require_scores, rewards_of, score
+from mlxrl.rewards.calls import RewardError, TrainerState
+from mlxrl.rewards.scoring import (
+    RewardLike,
+    Rewards,
+    attempt,
+    require_scores,
+    rewards_of,
+    tell_missing,
+)
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.sample import fitting_prompts, sample
@@ -28,9 +36,10 @@ from mlxrl.train.metrics import Clock, Diverged, averaged, describe, require_fin
 from mlxrl.train.minibatches import minibatches
 from mlxrl.train.optimizer import make_optimizer
 from mlxrl.train.resample import Resampled, further_tasks, resample, round_key
+from mlxrl.train.streaks import Streaks
 from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of
 from mlxrl.train.update import complete, optimizer_step, require_agreement
-from mlxrl.types import Algorithm, Group, Metrics, Task
+from mlxrl.types import Algorithm, Group, Metrics, Task, Trajectory
 
 SKIPS = 3
 """Updates in a row that may not be finite."""
@@ -41,12 +50,14 @@ class Step:
     """What a step did: its number from 0, its metrics, the scored groups it learned from, and what went wrong.
 
     sampled: all groups that were sampled for it, where resampling left some out.
+    streaks: what has been so for a few steps, a line each.
     """
 
     index: int
     metrics: Metrics
     groups: tuple[Group, ...]
     sampled: tuple[Group, ...] = ()
+    streaks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metrics", {**describe(self.sampled or self.groups), **self.metrics})
@@ -54,7 +65,8 @@ class Step:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What did not go well, a line each."""
-        return warnings_of(self.metrics, [one for group in self.sampled or self.groups for one in group])
+        found = warnings_of(self.metrics, [one for group in self.sampled or self.groups for one in group])
+        return found + self.streaks
 
     def __str__(self) -> str:
         metrics, rate = self.metrics, self.metrics.get("rollout/tokens_per_second")
@@ -65,7 +77,8 @@ class Step:
             f"length {metrics['completions/mean_length']:.1f}",
             f"truncated {metrics['completions/clipped_ratio']:.0%}",
         ]
-        return "  ".join([*parts, f"{rate:.0f} tokens/s"] if rate is not None else parts)
+        line = "  ".join([*parts, f"{rate:.0f} tokens/s"] if rate is not None else parts)
+        return "\n".join([line, *(f"  {warning}" for warning in self.warnings)])
 
 
 @dataclass(slots=True)
@@ -98,6 +111,7 @@ class Training:
     max_grad_norm: float
     seed: int
     left_out: int
+    steps: int
 
 
 @keywords
@@ -142,6 +156,7 @@ def run(
     )  # fmt: skip
     fitted = fitting_prompts(policy, tasks, sampling, environment)
     check_tasks(len(fitted.tasks), rollout)
+    tell_missing(rewards, fitted.tasks)
     found = teacher_of(policy, algorithm, teacher)
     if environment is not None and found is not None and found.hint is not None:
         raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")
@@ -152,30 +167,34 @@ def run(
         optimizer = make_optimizer(optimizer, steps, train.updates_per_rollout * train.minibatches)
     training = Training(
         policy, fitted.tasks, algorithm, rewards, shaped, environment, found, rollout, sampling, limits, train, norm,
-        seed, fitted.left_out,
+        seed, fitted.left_out, steps,
     )  # fmt: skip
-    return _steps(training, steps, state or RunState(optimizer))
+    return _steps(training, state or RunState(optimizer))
 
 
-def _steps(training: Training, steps: int, state: RunState) -> Iterator[Step]:
+def _steps(training: Training, state: RunState) -> Iterator[Step]:
     """The algorithm box: sample, score, credit, update."""
-    rollout, seed = training.rollout, training.seed
-    for index in range(state.step, steps):
+    rollout, seed, streaks = training.rollout, training.seed, Streaks(training.sampling, training.train)
+    for index in range(state.step, training.steps):
         mx.reset_peak_memory()
         clock = Clock()
         own = indices_of(len(training.tasks), rollout.tasks_per_step, seed, index)
         further = further_tasks(training.tasks, own, seed, index)
-        collect = partial(_collect, training, clock, index)
+        collect = partial(_collect, training, clock, streaks, index)
         found = resample(collect, [training.tasks[i] for i in own], further, rollout.resampling_rounds)
         groups = _shaped(found.groups, training.shaping, training.sampling.max_tokens)
         metrics = averaged(list(_updates(training, state, groups, index)))
         state.step = index + 1
         clock.lap("update")
         metrics |= _of_step(training, clock, found, groups)
-        yield Step(index, metrics, groups, found.sampled)
+        sampled = [one for group in found.sampled for one in group]
+        yield Step(index, metrics, groups, found.sampled, streaks.step(metrics, sampled))
+        streaks.require_signal(index)
 
 
-def _collect(training: Training, clock: Clock, index: int, tasks: Sequence[Task], number: int) -> Sequence[Group]:
+def _collect(
+    training: Training, clock: Clock, streaks: Streaks, index: int, tasks: Sequence[Task], number: int
+) -> Sequence[Group]:
     """The groups of a round of a step, scored where there is a reward."""
     groups = sample(
         training.policy, tasks, group_size=training.rollout.group_size, sampling=training.sampling,
@@ -185,9 +204,23 @@ def _collect(training: Training, clock: Clock, index: int, tasks: Sequence[Task]
     clock.lap("rollout")
     require_finite(groups, f"step {index}")
     if training.rewards.functions or training.environment is not None:
-        groups = require_scores(score(groups, training.rewards))
+        groups = _scored(training, streaks, groups, index)
     clock.lap("reward")
     return groups
+
+
+def _scored(training: Training, streaks: Streaks, groups: Sequence[Group], index: int) -> Sequence[Group]:
+    """The groups with their rewards. A run goes on where none could be given, but for its ends, and a few times."""
+    scored, fault = attempt(groups, training.rewards, TrainerState(index, training.steps))
+    try:
+        if fault is not None:
+            raise fault
+        require_scores(scored)
+        streaks.scored()
+    except RewardError:
+        if streaks.unscorable(last=index + 1 == training.steps):
+            raise
+    return scored
 
 
 def _shaped(groups: Sequence[Group], reward: Reward, max_tokens: int) -> tuple[Group, ...]:
@@ -239,7 +272,15 @@ def _of_step(training: Training, clock: Clock, found: Resampled, groups: Sequenc
     }
     if groups and groups != found.groups:
         metrics["reward/shaped"] = describe(groups)["reward"]
-    context = context_of(training.policy.model)
-    if context is not None and tokens == 0 and any(one.stop == "length" for one in trajectories):
+    if (context := context_of(training.policy.model)) is not None:
         metrics["rollout/context"] = float(context)
+        metrics["completions/context_full"] = float(sum(_fills(one, context) for one in trajectories))
     return metrics
+
+
+def _fills(trajectory: Trajectory, context: int) -> bool:
+    """Whether a trajectory ended because the model's context was full."""
+    turns = trajectory.turns
+    start = max((n for n, turn in enumerate(turns) if turn.history_rewritten), default=0)
+    read = sum(len(turn.observation) + len(turn.tokens) for turn in turns[start:])
+    return trajectory.stop == "length" and read >= context

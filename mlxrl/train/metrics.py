@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from mlxrl.algo.advantages import all_equal, spread
 from mlxrl.errors import UserError, one_line
+from mlxrl.rewards.scoring import failure_line
 from mlxrl.types import Group, Metrics, Trajectory
 
 STOPS = ("done", "turns", "length", "error")
@@ -33,15 +36,14 @@ def require_finite(groups: Sequence[Group], where: str) -> None:
 def describe(groups: Sequence[Group]) -> Metrics:
     """Rewards, lengths and signal of sampled groups, before anything shapes their rewards."""
     trajectories = [trajectory for group in groups for trajectory in group]
-    rewards = np.array([trajectory.reward for trajectory in trajectories])
-    scored = rewards[np.isfinite(rewards)]
+    scored = [one.reward for one in trajectories if math.isfinite(one.reward)]
     lengths = [trajectory.length for trajectory in trajectories]
     constant = sum(map(zero_variance, groups))
-    spreads = [spread for group in groups if (spread := _deviation([one.reward for one in group])) is not None]
+    spreads = [found for group in groups if math.isfinite(found := _deviation([one.reward for one in group]))]
     return {
-        "reward": float(scored.mean()) if scored.size else math.nan,
-        "reward_std": float(np.mean(spreads)) if spreads else math.nan,
-        "reward/std": float(scored.std()) if scored.size else math.nan,
+        "reward": fmean(scored) if scored else math.nan,
+        "reward_std": fmean(spreads) if spreads else math.nan,
+        "reward/std": (0.0 if all_equal(scored) else float(np.std(scored))) if scored else math.nan,
         "rewards/unscored": float(sum(map(unscored, trajectories))),
         **_by_function(trajectories),
         "groups/sampled": float(len(groups)),
@@ -55,10 +57,10 @@ def describe(groups: Sequence[Group]) -> Metrics:
 
 
 def zero_variance(group: Group) -> bool:
-    """Whether a group that has been scored has no two different rewards."""
+    """Whether a group that has been scored has no two different rewards, up to rounding."""
     rewards = [trajectory.reward for trajectory in group if math.isfinite(trajectory.reward)]
     scored = bool(rewards) or any(trajectory.rewards for trajectory in group)
-    return scored and (not rewards or min(rewards) == max(rewards))
+    return scored and all_equal(rewards)
 
 
 def unscored(trajectory: Trajectory) -> bool:
@@ -66,19 +68,19 @@ def unscored(trajectory: Trajectory) -> bool:
     return bool(trajectory.rewards) and not math.isfinite(trajectory.reward)
 
 
-def _deviation(values: Sequence[float]) -> float | None:
-    """The standard deviation (n-1) of the values that are finite, None for fewer than two."""
-    known = [value for value in values if math.isfinite(value)]
-    return float(np.std(known, ddof=1)) if len(known) > 1 else None
+def _deviation(values: Sequence[float]) -> float:
+    """The standard deviation (n-1) of the values that are finite, NaN for fewer than two."""
+    return spread(np.array([value for value in values if math.isfinite(value)]))
 
 
 def _by_function(trajectories: Sequence[Trajectory]) -> Metrics:
-    """rewards/NAME/mean and rewards/NAME/std (n-1) of every part of the reward, over the trajectories that have it."""
+    """rewards/NAME/mean, /std (n-1) and /unscored of every part of the reward, over the trajectories that have it."""
     found: Metrics = {}
     for name in dict.fromkeys(name for one in trajectories for name in one.rewards):
         values = [value for one in trajectories if math.isfinite(value := one.rewards.get(name, math.nan))]
-        found[f"rewards/{name}/mean"] = float(np.mean(values)) if values else math.nan
-        found[f"rewards/{name}/std"] = math.nan if (spread := _deviation(values)) is None else spread
+        found[f"rewards/{name}/mean"] = fmean(values) if values else math.nan
+        found[f"rewards/{name}/std"] = _deviation(values)
+        found[f"rewards/{name}/unscored"] = float(sum(name in one.failures for one in trajectories))
     return found
 
 
@@ -142,15 +144,20 @@ def warnings_of(metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) 
         found.append(
             f"in {len(faults)} turns something failed besides the model, the first: {one_line(faults[0], 160)}"
         )
-    if context := metrics.get("rollout/context"):
-        found.append(f"nothing was sampled: the prompt fills the context of {context:.0f} tokens")
+    if full := metrics.get("completions/context_full"):
+        context = f"the context of {metrics['rollout/context']:.0f} tokens"
+        if metrics["rollout/tokens"]:
+            found.append(f"{full:.0f} of {len(trajectories)} completions were cut off, because they fill {context}")
+        else:
+            found.append(f"nothing was sampled: the prompt fills {context}")
     if dropped := metrics.get("sequences/dropped_tokens"):
         found.append(
             f"{dropped:.0f} sampled tokens were not trained on: they are beyond train.max_tokens_per_sequence, or "
             "come from a token on that the teacher does not have"
         )
     if failed := metrics.get("rewards/unscored"):
-        found.append(f"{failed:.0f} completions could not be scored and are left out")
+        why = f": {line}" if (line := failure_line(trajectories)) else ""
+        found.append(f"{failed:.0f} completions could not be scored and are left out{why}")
     if metrics.get("updates/skipped"):
         found.append("loss or gradient was not finite; the update was skipped")
     elif metrics.get("updates") == 0:
