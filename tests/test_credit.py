@@ -57,7 +57,6 @@ def test_other_baselines() -> None:
     # lengths 3 and 1: baseline 3/4; gpg: 2 trajectories, 1 of them rewarded: 2 * 0.5
     pair, ids = [1.0, 0.0], [0, 0]
     close(advantages.relative_to_mean(pair, ids), [1.0, -1.0])
-    # below 0 counts as 0 for max_rl: mean 0.25 of (1, 0, 0, 0), and 0.5 of (1, 0)
     close(extra.pass_at_k(pair, ids, 0.0), [math.sqrt(2), 0.0])
     close(extra.optimal_baseline(pair, ids, [3, 1]), [0.25, -0.75])
     close(extra.gpg(pair, ids), [1.0, -1.0])
