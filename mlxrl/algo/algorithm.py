@@ -168,8 +168,9 @@ class Algorithm:
         for term in self.terms:
             share = term.share(new, batch, totals, self.reduction)
             loss = loss if share is None else loss + share
-        clamped = isinstance(self.policy_loss, Ratio) and self.policy_loss.ratio == "token"
-        drift = (self.policy_loss.log_ratio if clamped else log_ratio)(new.token_logprobs, old, mask)
+        loss_of = self.policy_loss
+        logarithm = loss_of.log_ratio if isinstance(loss_of, Ratio) and loss_of.ratio == "token" else log_ratio
+        drift = logarithm(new.token_logprobs, old, mask)
         metrics = of_policy(surrogate, drift, batch.advantages, mask, totals)
         metrics |= of_mismatch(old, batch.sampler_logprobs, mask, totals)
         for term in self.terms:
