@@ -44,3 +44,8 @@ def test_what_cannot_be_evaluated_or_compared_is_refused():
         evaluate(a_policy(), [], length)
     with pytest.raises(ValueError, match="compare: the two evaluations are not of the same examples"):
         compare(evaluation([1.0]), evaluation([1.0, 0.0]))
+
+
+def test_an_evaluation_is_printed_in_a_line():
+    assert repr(evaluation([1.0, 0.0, 1.0])) == "Evaluation(accuracy 0.6667, mean_reward 0.6667, n 3)"
+    assert repr(Evaluation(())) == "Evaluation()"

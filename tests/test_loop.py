@@ -63,13 +63,13 @@ class Exploding:
 def test_a_run_ends_after_three_updates_that_are_not_finite():
     found = run(a_policy(), TASKS, Exploding(), steps=9, rollout=PAIRS, sampling=Sampling(max_tokens=4))
     assert [next(found).metrics["updates/skipped"] for _ in range(2)] == [1.0, 1.0]
-    with pytest.raises(Diverged, match=r"step 2: .* in 3 updates in a row"):
+    with pytest.raises(Diverged, match=r"step 3: .* in 3 updates in a row"):
         next(found)
 
 
 def test_updates_that_were_not_finite_count_across_a_continued_run():
     state = RunState(optim.SGD(0.0), step=5, skipped=2)
-    with pytest.raises(Diverged, match=r"step 5: .* in 3 updates in a row"):
+    with pytest.raises(Diverged, match=r"step 6: .* in 3 updates in a row"):
         steps(Exploding(), state=state, steps=6)
 
 
@@ -89,7 +89,7 @@ def test_the_loop_is_a_function_of_the_seed_and_can_start_anywhere():
 
 def test_a_step_as_text_says_its_reward_and_length():
     (step,) = steps(rollout=Rollout(tasks_per_step=1, group_size=4))
-    assert str(step).startswith(f"step 0  reward {step.metrics['reward']:.3f}  zero-variance groups ")
+    assert str(step).startswith(f"step 1  reward {step.metrics['reward']:.3f}  zero-variance groups ")
     assert f"length {step.metrics['completions/mean_length']:.1f}" in str(step)
     assert "tokens/s" in str(step)
     assert step.metrics["rollout/tokens"] == sum(one.length for one in step.groups[0])
@@ -199,3 +199,47 @@ def test_a_teacher_teaches_without_a_reward_and_beside_one(term):
 def test_what_is_missing_or_without_effect_is_refused_by_the_call_itself(algorithm, options, message):
     with pytest.raises(ValueError, match=message):
         run(a_policy(), TASKS, algorithm, **{"reward": length, "steps": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rollout": {"group_size": 2}}, "run: rollout: wanted Rollout(...), got "),
+        ({"sampling": 3}, "run: sampling: wanted Sampling(...), got 3"),
+        ({"limits": None}, "run: limits: wanted EpisodeLimits(...), got nothing"),
+        ({"train": Sampling()}, "run: train: wanted Train(...), got "),
+        ({"steps": 2.5}, "run: steps: wanted a whole number"),
+        ({"steps": -1}, "run: steps: wanted a whole number of at least 0, got -1"),
+        ({"seed": "a"}, "run: seed: wanted a whole number"),
+        ({"environment": 3}, "sample: environment: wanted a class or a function"),
+        (
+            {"reward": lambda completions, gold: [0.0] * len(completions)},
+            "reward '<lambda>': wants 'gold', but the data",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_at_the_call_and_not_at_the_first_step(arguments, message):
+    with pytest.raises(UserError) as found:
+        run(a_policy(), [Task("a")] * 4, grpo(), **{"reward": length, "steps": 1, **arguments})
+    assert str(found.value).startswith(message)
+
+
+def test_a_policy_without_adapters_is_refused_at_the_call():
+    frozen = as_policy(dense(), tokenizer(), lora=None)
+    with pytest.raises(UserError, match="run: policy: was loaded without adapters"):
+        run(frozen, [Task("a")] * 4, grpo(), reward=length, steps=1)
+
+
+def test_a_run_that_is_dropped_says_that_nothing_was_trained():
+    with pytest.warns(UserWarning, match="run: nothing was trained, because no step was asked for"):
+        run(a_policy(), [Task("a")] * 4, grpo(), reward=length, steps=1)
+
+
+def test_what_is_printed_is_short_and_counts_as_the_files_do():
+    policy = a_policy()
+    (step,) = run(policy, [Task("a" * 300)] * 4, grpo(), reward=length, steps=1, sampling=Sampling(max_tokens=8))
+    assert repr(step) == str(step)
+    assert (step.index, step.number, repr(step).split("  ")[0]) == (0, 1, "step 1")
+    assert repr(policy).startswith("Policy(")
+    assert len(repr(policy)) < 200
+    assert len(repr(step.groups[0][0].turns[0])) < 300

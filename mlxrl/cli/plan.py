@@ -50,7 +50,7 @@ class Plan:
 
     @classmethod
     def of(cls, experiment: Experiment, memory: float | None = None) -> Plan:
-        """The plan of a run; memory: GB, None for the machine's.
+        """The plan of a run; memory: GB, None for memory.limit or the machine's.
 
         Raises:
             UserError: the model is not here, its files make none, or it cannot be measured.
@@ -76,6 +76,7 @@ class Plan:
             name = max(found, key=lambda name: found[name])
             return {**always, name: max(0, round(found[name]))}
 
+        memory = memory or config.memory.limit
         work = partial(Work.of, prompt=longest_prompt(experiment, whole.tokenizer), context=context_of(whole.model))
         return cls(config, round(memory * GB) if memory else available(), work, measure)
 

@@ -25,7 +25,7 @@ class ModelError(UserError):
     """A model that cannot be found or read."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Policy:
     """A language model that can be sampled, scored and updated.
 
@@ -41,6 +41,10 @@ class Policy:
     shares_prefix: bool
     source: str
     memo: dict[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        adapters = "frozen" if self.lora is None else f"rank {self.lora.rank}, {self.trainable_parameters:,} trainable"
+        return f"Policy({self.source or type(self.model).__module__}, {adapters})"
 
     @property
     def adapted(self) -> list[Adapted]:

@@ -58,7 +58,7 @@ def sample(
         Interrupted: on Ctrl-C, with the trajectories that had ended.
         EpisodeError: the environment failed in every episode. One that fails in some ends only those.
     """
-    _check(group_size, environment, limits)
+    check_sample(group_size, environment, limits)
     if environment is not None:
         prepare(environment, policy.tokenizer)
     keys = sequence_keys(key_of(0, key) if isinstance(key, int) else key, len(tasks), group_size)
@@ -86,7 +86,8 @@ def sample(
     return episodes.groups()
 
 
-def _check(group_size: int, environment: Factory | None, limits: EpisodeLimits) -> None:
+def check_sample(group_size: int, environment: Factory | None, limits: EpisodeLimits) -> None:
+    """UserError for arguments of `sample` that are wrong or without effect."""
     if group_size < 1:
         raise UserError("sample", "group_size", f"wanted at least 1, got {group_size}")
     changed = [one.name for one in fields(limits) if getattr(limits, one.name) != one.default]

@@ -23,7 +23,7 @@ from mlxrl.types import Task, Trajectory
 RESAMPLES = 10_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
     """One trajectory a task, in the order of the tasks."""
 
@@ -33,6 +33,10 @@ class Evaluation:
     def rewards(self) -> tuple[float, ...]:
         """A reward that failed counts as 0: a model that breaks the scoring is not a good one."""
         return tuple(t.reward if math.isfinite(t.reward) else 0.0 for t in self.trajectories)
+
+    def __repr__(self) -> str:
+        found = self.summary() if self.trajectories else {}
+        return f"Evaluation({', '.join(f'{name} {value:.4g}' for name, value in found.items())})"
 
     def summary(self, success: float = 1.0) -> dict[str, float]:
         """accuracy: share of examples whose reward is at least `success`; mean_reward; n examples."""
