@@ -14,6 +14,7 @@ from helpers import HINT, a_policy, length
 from mlxrl.algo.credit import Whiten
 from mlxrl.algo.recipes import dapo, grpo, opd, reinforce_pp
 from mlxrl.algo.terms import TeacherAdvantage, TeacherSurrogate, TeacherVocabulary
+from mlxrl.errors import UserError
 from mlxrl.policy.policy import as_policy
 from mlxrl.settings import Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.loop import RunState, Step, run

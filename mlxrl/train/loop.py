@@ -143,12 +143,10 @@ def run(
     check_types(rollout=rollout, sampling=sampling, limits=limits, train=train)
     steps, seed = checked_value("run", "steps", Natural, steps), checked_value("run", "seed", Natural, seed)
     rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
-    if environment is not None:
-        check_factory(environment, {})
+    check_sample(rollout.group_size, environment, limits)
     if not leaves(policy.model.trainable_parameters()):
-        raise UserError(
-            "run", "policy", "was loaded without adapters, so nothing can be trained; wanted load(lora=...)"
-        )
+        why = "was loaded without adapters, so nothing can be trained; wanted load(..., lora=LoRA())"
+        raise UserError("run", "policy", why)
     rewarded = bool(rewards.functions) or gives_rewards(environment)
     check_run(
         algorithm, steps=steps, rollout=rollout, sampling=sampling, reward=shaped, train=train, rewarded=rewarded,
