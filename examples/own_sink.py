@@ -16,7 +16,7 @@ class Table(rl.Sink):
 
     def step(self, step):
         with open(self.path, "a") as file:
-            print(step.index + 1, *(step.metrics.get(name, "") for name in self.names), sep=",", file=file)
+            print(step.number, *(step.metrics.get(name, "") for name in self.names), sep=",", file=file)
 
 
 def make():

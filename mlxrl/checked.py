@@ -195,10 +195,10 @@ def converted(hint: Any, value: Any) -> Any:
         right = _filled(hint, made) and (_extra(hint, "infinite") or _single(made))
         right = right and (not _extra(hint, "ordered") or _in_order(made))
     most: Any = _extra(hint, "most")
-    if right and (most is None or made <= most):
-        return made
-    if right:
+    if right and most is not None and made is not None and made > most:
         raise SettingError(f"wanted at most {most:,}, got {made:,}")
+    if right:
+        return made
     why = "a float32 is between 1.2e-38 and 3.4e38 in size" if _beyond(made) else _extra(hint, "why")
     near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else ""
     raise SettingError(f"wanted {wanted(hint)}, got {brief(value)}{near or (f'; {why}' if why else '')}")

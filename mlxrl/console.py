@@ -68,7 +68,7 @@ class Console(Sink):
 
     def step(self, step: Step) -> None:
         """The line of a step, and a line for whatever did not go well in it."""
-        done = step.index + 1
+        done = step.number
         if self._started is None:
             self._start(done - 1)
         if len(self._rewards) % HEADING_EVERY == 0:

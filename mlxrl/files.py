@@ -92,6 +92,18 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
+def extend_last_line(path: Path, record: Mapping[str, Any]) -> bool:
+    """Add to the last record of a file of JSON lines, in one piece; whether there is one."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    last = _record(lines[-1]) if lines else None
+    if last is None:
+        return False
+    text = json.dumps(plain({**last, **record}), ensure_ascii=False, allow_nan=False, default=str)
+    with replacing(path) as temporary:
+        temporary.write_bytes(b"".join(lines[:-1]) + text.encode("utf-8", "backslashreplace") + b"\n")
+    return True
+
+
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """The records of a file of JSON lines; those that a kill has torn are left out, a missing file is empty."""
     try:

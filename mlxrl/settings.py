@@ -307,6 +307,11 @@ class Optimizer:
 class Memory:
     """Limits of MLX's allocator, in GB, 1e9 bytes."""
 
+    limit: Annotated[
+        Annotated[float, Meta(gt=0, le=1e6)] | None,
+        says("GB that a run is planned for, and MLX may use; left out, the machine's"),
+    ] = None
+
     cache_limit: Annotated[
         Annotated[float, Meta(ge=0, le=1e6)] | None,
         says("GB of buffers kept for reuse; left out, a quarter of the memory"),

@@ -78,13 +78,13 @@ class Turn:
         where that cannot be told.
     """
 
-    observation: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    observation: tuple[int, ...] = field(repr=False)
+    tokens: tuple[int, ...] = field(repr=False)
+    logprobs: tuple[float, ...] = field(repr=False)
     text: str = ""
     reward: float = 0.0
     state: Hashable | None = None
-    details: TokenDetails = TokenDetails()
+    details: TokenDetails = field(default=TokenDetails(), repr=False)
     observation_text: str = ""
     invalid: bool = False
     history_rewritten: bool = False

@@ -418,11 +418,22 @@ def test_a_signal_ends_the_run_after_the_step(folder, capfd, name):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_signal_ends_it_at_once(folder):
+def test_a_second_signal_ends_it_at_once(folder, capsys):
     twice = "[signal.raise_signal(signal.SIGINT) for _ in range(2) if calls == 3]"
     assert train(folder, "steps=9", on_step=twice) == 130
     assert manifest(folder)["state"] == "interrupted"
+    assert "stopped at once; the adapter so far is in out/run/adapters" in capsys.readouterr().out
     assert [line["step"] for line in read_lines(folder / "out/run/metrics.jsonl")] == [1]
+
+
+def test_ctrl_c_while_a_model_is_loaded_is_said(folder, capsys, monkeypatch):
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlxrl.policy.policy.load", interrupted)
+    assert train(folder, "train.tokens_per_pass=512") == 130
+    assert capsys.readouterr().err == "mlxrl: stopped\n"
+    assert not (folder / "out").exists()
 
 
 def test_ctrl_c_from_outside(folder):

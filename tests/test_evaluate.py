@@ -87,3 +87,8 @@ def test_prompts_that_fill_the_context_are_left_out_and_not_wrong():
     assert {name: found.summary()[name] for name in ("accuracy", "n", "left_out")} == {
         "accuracy": 1.0, "n": 1, "left_out": 1,
     }  # fmt: skip
+
+
+def test_an_evaluation_is_printed_in_a_line():
+    assert repr(evaluation([1.0, 0.0, 1.0])) == "Evaluation(accuracy 0.6667, mean_reward 0.6667, n 3, unscored 0)"
+    assert repr(Evaluation(())) == "Evaluation()"

@@ -68,13 +68,13 @@ class Exploding:
 def test_a_run_ends_after_three_updates_that_are_not_finite():
     found = run(a_policy(), TASKS, Exploding(), steps=9, rollout=PAIRS, sampling=Sampling(max_tokens=4))
     assert [next(found).metrics["updates/skipped"] for _ in range(2)] == [1.0, 1.0]
-    with pytest.raises(Diverged, match=r"step 2: .* in 3 updates in a row"):
+    with pytest.raises(Diverged, match=r"step 3: .* in 3 updates in a row"):
         next(found)
 
 
 def test_updates_that_were_not_finite_count_across_a_continued_run():
     state = RunState(optim.SGD(0.0), step=5, skipped=2)
-    with pytest.raises(Diverged, match=r"step 5: .* in 3 updates in a row"):
+    with pytest.raises(Diverged, match=r"step 6: .* in 3 updates in a row"):
         steps(Exploding(), state=state, steps=6)
 
 
@@ -132,7 +132,7 @@ def test_dropout_follows_from_the_seed_and_old_and_new_drop_the_same():
 
 def test_a_step_as_text_says_its_reward_and_length():
     (step,) = steps(rollout=Rollout(tasks_per_step=1, group_size=4))
-    assert str(step).startswith(f"step 0  reward {step.metrics['reward']:.3f}  zero-variance groups ")
+    assert str(step).startswith(f"step 1  reward {step.metrics['reward']:.3f}  zero-variance groups ")
     assert f"length {step.metrics['completions/mean_length']:.1f}" in str(step)
     assert "tokens/s" in str(step)
     assert step.metrics["rollout/tokens"] == sum(one.length for one in step.groups[0])
@@ -342,3 +342,41 @@ def test_token_ids_are_trained_on_and_reach_rewards():
     rollout = Rollout(tasks_per_step=1, group_size=2)
     (step,) = run(a_policy(), [{"prompt": [40, 41]}], grpo(), reward=reward, steps=1, rollout=rollout)
     assert (step.groups[0][0].prompt, seen) == ((40, 41), [([40, 41], str)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rollout": {"group_size": 2}}, "run: rollout: wanted Rollout(...), got "),
+        ({"sampling": 3}, "run: sampling: wanted Sampling(...), got 3"),
+        ({"limits": None}, "run: limits: wanted EpisodeLimits(...), got nothing"),
+        ({"train": Sampling()}, "run: train: wanted Train(...), got "),
+        ({"steps": 2.5}, "run: steps: wanted a whole number"),
+        ({"steps": -1}, "run: steps: wanted a whole number of at least 0, got -1"),
+        ({"seed": "a"}, "run: seed: wanted a whole number"),
+        ({"environment": 3}, "sample: environment: wanted a class or a function"),
+        (
+            {"reward": lambda completions, gold: [0.0] * len(completions)},
+            "reward '<lambda>': wants 'gold', but the data",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_at_the_call_and_not_at_the_first_step(arguments, message):
+    with pytest.raises(UserError) as found:
+        run(a_policy(), [Task("a")] * 4, grpo(), **{"reward": length, "steps": 1, **arguments})
+    assert str(found.value).startswith(message)
+
+
+def test_a_run_that_is_dropped_says_that_nothing_was_trained():
+    with pytest.warns(UserWarning, match="run: nothing was trained, because no step was asked for"):
+        run(a_policy(), [Task("a")] * 4, grpo(), reward=length, steps=1)
+
+
+def test_what_is_printed_is_short_and_counts_as_the_files_do():
+    policy = a_policy()
+    (step,) = run(policy, [Task("a" * 300)] * 4, grpo(), reward=length, steps=1, sampling=Sampling(max_tokens=8))
+    assert repr(step) == str(step)
+    assert (step.index, step.number, repr(step).split("  ")[0]) == (0, 1, "step 1")
+    assert repr(policy).startswith("Policy(")
+    assert len(repr(policy)) < 200
+    assert len(repr(step.groups[0][0].turns[0])) < 300

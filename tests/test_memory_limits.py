@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.sample import sample
-from mlxrl.runs.memory_limits import available, limited, limits
+from mlxrl.runs.memory_limits import available, limited, limits, without_effect
 from mlxrl.settings import LoRA, Memory, Sampling
 from mlxrl.types import Task
 from models import dense, tokenizer
@@ -37,3 +37,21 @@ def test_settings_bound_the_buffers_that_a_run_keeps():
             assert mx.set_cache_limit(10**9) == 10**9
     finally:
         mx.set_cache_limit(before)
+
+
+def test_the_memory_of_a_run_is_bounded(monkeypatch):
+    """MLX's limit, a quarter of it as buffers, and afterwards what they were."""
+    set_to = []
+    monkeypatch.setattr(mx, "set_memory_limit", lambda limit: set_to.append(limit) or 77)
+    monkeypatch.setattr(mx, "set_cache_limit", lambda limit: set_to.append(limit) or 7)
+    with limited(Memory(limit=2.0)):
+        assert set_to == [500_000_000, 2_000_000_000]
+    assert set_to[2:] == [7, 77]
+
+
+def test_a_limit_without_effect_on_this_machine_is_told(monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert without_effect(Memory()) == ""
+    assert without_effect(Memory(wired_limit=1.0)) == "wired_limit has no effect here, because MLX has no Metal"
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert without_effect(Memory(wired_limit=1.0)) == ""

@@ -129,7 +129,7 @@ def test_a_step_without_signal_ends_and_the_run_goes_on():
         assert step.groups == ()
         assert (step.metrics["updates"], step.metrics["rollout/rounds"]) == (0, 2)
         assert step.metrics["groups/zero_variance"] == step.metrics["groups/sampled"] == 8
-        assert str(step).startswith(f"step {step.index}  reward 1.000  zero-variance groups 8 of 8")
+        assert str(step).startswith(f"step {step.number}  reward 1.000  zero-variance groups 8 of 8")
         assert step.warnings == ("none of 8 groups in 2 rounds has a learning signal; no update",)
     assert all(mx.array_equal(leaf, before[name]) for name, leaf in flat(p.model.trainable_parameters()).items())
 

@@ -166,3 +166,18 @@ def test_ctrl_c_in_a_sink_is_no_fault_of_it():
 
     with pytest.raises(KeyboardInterrupt):
         UserSink("m:f", stop).step("step")
+
+
+def test_evaluations_stand_in_the_line_of_the_step_before_them(tmp_path):
+    sink = MetricsFile(tmp_path)
+    sink.evaluation("before training", {"accuracy": 0.25, "n": 8})
+    sink.step(step(loss=0.5))
+    sink.step(step(1, loss=0.25))
+    sink.evaluation("after step 2", {"accuracy": 0.75, "n": 8})
+    sink.step(step(2, loss=0.125))
+    sink.evaluation("after training", {"accuracy": math.nan, "n": 8})
+    first, second, third = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["evaluation/before/accuracy"], first["evaluation/before/n"]) == (0.25, 8)
+    assert "evaluation/accuracy" not in first
+    assert (second["step"], second["loss"], second["evaluation/accuracy"]) == (2, 0.25, 0.75)
+    assert (third["step"], third["loss"], third["evaluation/accuracy"]) == (3, 0.125, None)

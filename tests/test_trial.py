@@ -3,7 +3,7 @@
 import pytest
 
 from helpers import EXAMPLE
-from mlxrl.cli import main, trial
+from mlxrl.cli import main
 
 CONFIG = f"""
 steps = 1
@@ -107,29 +107,34 @@ def test_tools_are_held_against_the_template_and_the_format_of_calls(dry):
 
 
 def test_a_model_that_is_not_here_and_cannot_be_fetched_is_told(dry, monkeypatch):
+    import httpx
     import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
 
-    asked = []
+    def asked(answer):
+        def ask(url, **options):
+            assert url == "https://huggingface.co/nobody/nothing/resolve/main/config.json"
+            if answer is not None:
+                raise answer
 
-    def unknown(url, **options):
-        asked.append(url)
-        raise ValueError("401 Client Error.\nRepository Not Found")
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
 
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unknown)
+    asked(RepositoryNotFoundError("401 Client Error.\nNone", response=httpx.Response(401)))
+    why = "is not on this machine and cannot be fetched"
     code, out = dry("model.id=nobody/nothing")
-    why = "is not on this machine and cannot be fetched: ValueError: 401 Client Error. Repository Not Found"
-    assert (code, out) == (2, f"mlxrl: model: id: nobody/nothing {why}\n")
-    assert dry("algorithm.name=opd", "teacher.id=nobody/nothing", "reward.functions=[]") == (
-        2, f"mlxrl: teacher: id: nobody/nothing {why}\n",
-    )  # fmt: skip
+    assert code == 2
+    assert f"mlxrl: model: id: nobody/nothing {why}: RepositoryNotFoundError: 401 Client Error. None" in out
+    code, out = dry("algorithm.name=opd", "teacher.id=nobody/nothing", "reward.functions=[]")
+    assert (code, f"mlxrl: teacher: id: nobody/nothing {why}" in out) == (2, True)
     code, out = dry("model.id=foo")
     assert (code, "no model foo here; wanted a Hugging Face id as ORG/NAME" in out) == (2, True)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, **options: asked.append(url))
+    asked(OSError("no network"))
     code, out = dry("model.id=nobody/nothing")
-    assert code == 0
-    assert "# adapted: known once nobody/nothing is on this machine; it can be fetched" in out
-    assert asked[-1] == "https://huggingface.co/nobody/nothing/resolve/main/config.json"
-    assert trial.PATIENCE > 0
+    assert (code, f"# tried: model nobody/nothing {why}: OSError: no network" in out) == (0, True)
+    asked(None)
+    code, out = dry("model.id=nobody/nothing")
+    assert (code, "# tried: model nobody/nothing is not on this machine, and can be fetched" in out) == (0, True)
+    assert "# adapted: known once nobody/nothing is on this machine" in out
 
 
 def test_a_teacher_of_another_vocabulary_and_a_wrong_adapter_are_told(dry, tmp_path):

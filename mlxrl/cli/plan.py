@@ -52,7 +52,7 @@ class Plan:
 
     @classmethod
     def of(cls, experiment: Experiment, memory: float | None = None) -> Plan:
-        """The plan of a run; memory: GB, None for the machine's.
+        """The plan of a run; memory: GB, None for memory.limit or the machine's.
 
         Raises:
             UserError: the model is not here, its files make none, or it cannot be measured.
@@ -78,6 +78,7 @@ class Plan:
             name = max(found, key=lambda name: found[name])
             return {**always, name: max(0, round(found[name]))}
 
+        memory = memory or config.memory.limit
         context, prompted = context_of(whole.model), experiment.tasks if experiment.environment is None else ()
         fitted = fitting(whole.tokenizer, context, prompted, config.sampling.thinking)
         work = partial(Work.of, prompt=longest_prompt(experiment, whole.tokenizer, fitted.tasks), context=context)

@@ -76,7 +76,7 @@ def _dry_run(experiment: Experiment, tried: Trial, chosen: str, found: plan.Plan
             f"adapted: {line.key} ({line.layer} {shape}), {line.count} times, {line.parameters:,} parameters"
         )
     if not tried.adapted:
-        comments.append(f"adapted: known once {experiment.config.model.id} is on this machine; it can be fetched")
+        comments.append(f"adapted: known once {experiment.config.model.id} is on this machine")
     comments += [f"tried: {line}" for line in tried.found]
     if chosen:
         comments.append(f"memory: tokens_per_pass is at most {chosen}")

@@ -39,27 +39,29 @@ def trial(experiment: Experiment) -> Trial:
         UserError: something that a run needs cannot be had or called.
     """
     config = experiment.config
-    model = _model(config.model.id, config.model.dtype, "model")
+    found: list[str] = []
+    model = _model(config.model.id, config.model.dtype, "model", found)
     tokenizer = None if model is None else model.tokenizer
     if model is not None:
         experiment.check_prompts(tokenizer, model.model)
-    _teacher(experiment, tokenizer)
-    found = [*_environment(experiment, tokenizer), *_rewards(experiment)]
+    _teacher(experiment, tokenizer, found)
+    found += [*_environment(experiment, tokenizer), *_rewards(experiment)]
     return Trial([] if model is None else outline(model, config.lora, config.model.adapter), found)
 
 
-def _model(id: str, dtype: str | None, table: str) -> Skeleton | None:
-    """A model without its weights, None for one that has to be fetched and can be."""
+def _model(id: str, dtype: str | None, table: str, found: list[str]) -> Skeleton | None:
+    """A model without its weights, None for one that is not here, of which is told whether it can be fetched."""
     try:
         return skeleton(id, dtype)
     except NotHere:
-        _require_there(id, table)
+        found.append(f"{table} {_fetched(id, table)}")
         return None
 
 
-def _require_there(id: str, table: str) -> None:
-    """UserError unless a model that is not here can be fetched."""
+def _fetched(id: str, table: str) -> str:
+    """Whether a model that is not here can be fetched, where that is known; UserError where it cannot."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
 
     if expanded(id).is_absolute() or id.count("/") != 1:
         why = f"no model {id} here; wanted a Hugging Face id as ORG/NAME, a model folder or a .gguf file"
@@ -67,16 +69,19 @@ def _require_there(id: str, table: str) -> None:
     try:
         get_hf_file_metadata(hf_hub_url(id, "config.json"), timeout=PATIENCE)
     except Exception as error:  # whatever the network does
-        why = f"{id} is not on this machine and cannot be fetched: {one_line(exception_line(error), 200)}"
-        raise UserError(table, "id", why) from error
+        why = f"is not on this machine and cannot be fetched: {one_line(exception_line(error), 200)}"
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:  # it was asked, and has none
+            raise UserError(table, "id", f"{id} {why}") from error
+        return f"{id} {why}"
+    return f"{id} is not on this machine, and can be fetched"
 
 
-def _teacher(experiment: Experiment, tokenizer: Any) -> None:
+def _teacher(experiment: Experiment, tokenizer: Any, found: list[str]) -> None:
     """UserError for a teacher that cannot be had, or that has another vocabulary."""
     given = experiment.config.teacher
     if "teacher" not in experiment.algorithm.needs or given.id in (None, "base"):
         return
-    teacher = _model(given.id, given.dtype, "teacher")
+    teacher = _model(given.id, given.dtype, "teacher", found)
     if given.adapter is not None:
         adapter_folder.read(given.adapter)
     if teacher is not None and tokenizer is not None:

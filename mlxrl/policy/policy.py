@@ -31,7 +31,7 @@ class TokenError(UserError):
     """A token id that a model does not have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Policy:
     """A language model that can be sampled, scored and updated.
 
@@ -51,6 +51,10 @@ class Policy:
     needs_caches: bool = False
     start: dict[str, mx.array] | None = field(default=None, compare=False, repr=False)
     memo: dict[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        adapters = "frozen" if self.lora is None else f"rank {self.lora.rank}, {self.trainable_parameters:,} trainable"
+        return f"Policy({self.source or type(self.model).__module__}, {adapters})"
 
     @property
     def adapted(self) -> list[Adapted]:

@@ -63,7 +63,7 @@ def sample(
         Interrupted: on Ctrl-C, with the trajectories that had ended.
         EpisodeError: the environment failed in every episode. One that fails in some ends only those.
     """
-    _check(group_size, environment, limits)
+    check_sample(group_size, environment, limits)
     tasks = as_tasks(tasks)
     check_thinking(policy.tokenizer, sampling.thinking, "sampling")
     if environment is not None:
@@ -96,7 +96,7 @@ def sample(
 def fitting_prompts(
     policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None
 ) -> Fitting:
-    """The tasks, without those whose prompts fill the context, which is told. Prompts of environments come later."""
+    """The tasks, without those whose prompts fill the context, with a warning. Prompts of environments come later."""
     tasks = as_tasks(tasks)
     check_thinking(policy.tokenizer, sampling.thinking, "sampling")
     if environment is not None:
@@ -107,7 +107,8 @@ def fitting_prompts(
     return fitted
 
 
-def _check(group_size: int, environment: Factory | None, limits: EpisodeLimits) -> None:
+def check_sample(group_size: int, environment: Factory | None, limits: EpisodeLimits) -> None:
+    """UserError for arguments of `sample` that are wrong or without effect."""
     if group_size < 1:
         raise UserError("sample", "group_size", f"wanted at least 1, got {group_size}")
     changed = [one.name for one in fields(limits) if getattr(limits, one.name) != one.default]

@@ -14,10 +14,11 @@ GB = 1e9
 
 
 def limited(memory: Memory) -> AbstractContextManager[None]:
-    """The span of a run, in which MLX keeps no more buffers than [memory] says."""
-    cache = available() / 4 if memory.cache_limit is None else memory.cache_limit * GB
+    """The span of a run, in which MLX takes no more memory and keeps no more buffers than [memory] says."""
+    most = None if memory.limit is None else round(memory.limit * GB)
+    cache = (most or available()) / 4 if memory.cache_limit is None else memory.cache_limit * GB
     wired = None if memory.wired_limit is None or not mx.metal.is_available() else round(memory.wired_limit * GB)
-    return limits(round(cache), wired)
+    return limits(round(cache), wired, most)
 
 
 def available() -> int:
@@ -28,18 +29,22 @@ def available() -> int:
     return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def without_effect(memory: Memory) -> str:
+    """Which of the limits has no effect on this machine, and why; "" for none."""
+    lost = memory.wired_limit is not None and not mx.metal.is_available()
+    return "wired_limit has no effect here, because MLX has no Metal" if lost else ""
+
+
 @contextmanager
-def limits(cache: int | None = None, wired: int | None = None) -> Generator[None]:
-    """Bound the buffers that MLX keeps for reuse, and those it may wire, in bytes; None leaves a limit alone.
+def limits(cache: int | None = None, wired: int | None = None, memory: int | None = None) -> Generator[None]:
+    """Bound the buffers that MLX keeps for reuse, those it may wire, and its memory, in bytes; None leaves one alone.
 
     Nothing else here touches the wired limit: raising it has been seen to bring machines down.
     """
-    before = None if cache is None else mx.set_cache_limit(cache)
-    wired_before = None if wired is None else mx.set_wired_limit(wired)
+    given = ((mx.set_cache_limit, cache), (mx.set_wired_limit, wired), (mx.set_memory_limit, memory))
+    before = [(function, function(limit)) for function, limit in given if limit is not None]
     try:
         yield
     finally:
-        if before is not None:
-            mx.set_cache_limit(before)
-        if wired_before is not None:
-            mx.set_wired_limit(wired_before)
+        for function, limit in before:
+            function(limit)

@@ -17,6 +17,7 @@ from mlxrl.rewards.scoring import failures_of
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import RunFolder, near
+from mlxrl.runs.memory_limits import without_effect
 from mlxrl.runs.shutdown import Shutdown
 from mlxrl.runs.sinks import Description, Outcome, Sink
 
@@ -120,7 +121,7 @@ class Run:
         updates = config.train.updates_per_rollout * config.train.minibatches
         self.state = state = RunState(make_optimizer(config.optimizer, config.steps, updates))
         for step in self.experiment.steps(policy, self.teacher, state):
-            done = step.index + 1
+            done = step.number
             if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
                 counts = {name: step.metrics[name] for name in ("groups/sampled", "groups/used", "rollout/rounds")}
                 self.folder.event("no signal", step=done, **counts)
@@ -213,6 +214,7 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
             f"{config.sampling.max_tokens} tokens{turns}{rounds}, "
             f"{times(train.updates_per_rollout * train.minibatches, 'update')}",
         ),
+        ("memory", without_effect(config.memory)),
         ("a run", f"{config.steps} steps{_evaluations(experiment)}, in {near(config.run.folder or '')}"),
     ]
     return [(label, value) for label, value in lines if value]

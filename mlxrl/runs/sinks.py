@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrl.errors import UserError, brief, exception_line
-from mlxrl.files import append_line
+from mlxrl.files import append_line, extend_last_line
 from mlxrl.rewards import best_and_worst
 from mlxrl.text import safe
 from mlxrl.types import Trajectory
@@ -125,13 +125,24 @@ def _makes(given: Any) -> bool:
 
 
 class MetricsFile(Sink):
-    """metrics.jsonl: the numbers of every step."""
+    """metrics.jsonl: the numbers of every step, and of the evaluation after it.
+
+    An evaluation is `evaluation/accuracy` and so on in the line of the step that it comes after; the one before
+    training is `evaluation/before/accuracy` and so on in the first line.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
+        self._before: dict[str, Any] = {}
 
     def step(self, step: Step) -> None:
-        append_line(self._path, {"step": step.index + 1, "time": time.time(), **step.metrics})
+        append_line(self._path, {"step": step.number, "time": time.time(), **step.metrics, **self._before})
+        self._before = {}
+
+    def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
+        found = {f"evaluation/{name}": value for name, value in summary.items()}
+        if not extend_last_line(self._path, found):
+            self._before = {f"evaluation/before/{name}": value for name, value in summary.items()}
 
 
 class SamplesFile(Sink):
@@ -143,7 +154,7 @@ class SamplesFile(Sink):
     def step(self, step: Step) -> None:
         for number, group in enumerate(step.groups):
             for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False):
-                append_line(self._path, {"step": step.index + 1, "group": number, "kind": kind, **_sample(one)})
+                append_line(self._path, {"step": step.number, "group": number, "kind": kind, **_sample(one)})
 
 
 def _sample(one: Trajectory) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mlxrl.algo.algorithm import not_predicted, num_top
 from mlxrl.settings import Train
+from mlxrl.train.own import advantages_of
 from mlxrl.train.sequences import TokenSequence, sequences_of, shortened, with_prompt
 from mlxrl.types import Algorithm, Batch, Group, MicroBatch, Totals
 
@@ -41,7 +42,7 @@ def make_batch(groups: Sequence[Group], algorithm: Algorithm, train: Train = Tra
             for trajectory, credit in zip(group, credits, strict=True)
             for sequence in sequences_of(next(numbers), trajectory, credit, kept, skip)
         ]
-        for group, credits in zip(groups, algorithm.advantages(groups), strict=True)
+        for group, credits in zip(groups, advantages_of(algorithm, groups), strict=True)
     ]
     whole = _counted(sequences, lambda sequence: int(sequence.mask.sum()))
     observed = _counted(sequences, lambda sequence: sequence.observation_tokens)

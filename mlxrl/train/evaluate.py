@@ -35,7 +35,7 @@ from mlxrl.types import Task, Trajectory
 RESAMPLES = 10_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
     """One trajectory a task, in the order of the tasks. left_out: how many prompts fill the model's context."""
 
@@ -46,6 +46,11 @@ class Evaluation:
     def rewards(self) -> tuple[float, ...]:
         """The reward of every example, NaN where it could not be scored."""
         return tuple(t.reward if math.isfinite(t.reward) else math.nan for t in self.trajectories)
+
+    def __repr__(self) -> str:
+        found = self.summary() if self.trajectories else {}
+        numbers = [f"{name} {value:.4g}" for name, value in found.items() if isinstance(value, int | float)]
+        return f"Evaluation({', '.join(numbers)})"
 
     @property
     def warning(self) -> str:

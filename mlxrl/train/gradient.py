@@ -16,6 +16,7 @@ from mlxrl.policy.modes import training
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.prefix import PrefixRun, by_prefix, run_prefix
 from mlxrl.train.metrics import combined
+from mlxrl.train.own import loss_of
 from mlxrl.train.teacher import Teacher
 from mlxrl.types import Algorithm, Batch, Logprobs, Metrics, MicroBatch
 
@@ -35,7 +36,7 @@ def gradient(
     """
 
     def loss(micro_batch: MicroBatch, prefix: PrefixRun | None) -> tuple[mx.array, Metrics]:
-        return algorithm.loss(forward(policy, micro_batch, algorithm, teacher, prefix), micro_batch, batch.totals)
+        return loss_of(algorithm, forward(policy, micro_batch, algorithm, teacher, prefix), micro_batch, batch.totals)
 
     metrics: Metrics = {}
     total: Any = None

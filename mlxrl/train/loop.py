@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ import mlx.optimizers as optim
 from mlxrl.algo import shaping
 from mlxrl.algo.algorithm import at_step, num_top
 from mlxrl.algo.echo import without_special_ids
-from mlxrl.checked import keywords
+from mlxrl.checked import Natural, checked_value, keywords
 from mlxrl.data import Source, indices_of
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
@@ -22,16 +23,17 @@ from mlxrl.rewards.scoring import (
     RewardLike,
     Rewards,
     attempt,
+    check_columns,
     require_scores,
     rewards_of,
     tell_missing,
 )
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.prefill import context_of
-from mlxrl.rollout.sample import fitting_prompts, sample
+from mlxrl.rollout.sample import check_sample, fitting_prompts, sample
 from mlxrl.settings import EpisodeLimits, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.batch import make_batch
-from mlxrl.train.check import check_run, check_tasks
+from mlxrl.train.check import check_run, check_tasks, check_types
 from mlxrl.train.metrics import Clock, Diverged, averaged, describe, require_finite, warnings_of
 from mlxrl.train.minibatches import minibatches
 from mlxrl.train.optimizer import make_optimizer
@@ -45,10 +47,11 @@ SKIPS = 3
 """Updates in a row that may not be finite."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Step:
-    """What a step did: its number from 0, its metrics, the scored groups it learned from, and what went wrong.
+    """What a step did: its metrics, the scored groups it learned from, and what went wrong.
 
+    index: from 0, as that from which everything random follows; `number` is what files and people count, from 1.
     sampled: all groups that were sampled for it, where resampling left some out.
     streaks: what has been so for a few steps, a line each.
     """
@@ -63,6 +66,11 @@ class Step:
         object.__setattr__(self, "metrics", {**describe(self.sampled or self.groups), **self.metrics})
 
     @property
+    def number(self) -> int:
+        """Which step of the run it is, from 1, as the console and the run's files count."""
+        return self.index + 1
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What did not go well, a line each."""
         found = warnings_of(self.metrics, [one for group in self.sampled or self.groups for one in group])
@@ -71,7 +79,7 @@ class Step:
     def __str__(self) -> str:
         metrics, rate = self.metrics, self.metrics.get("rollout/tokens_per_second")
         parts = [
-            f"step {self.index}",
+            f"step {self.number}",
             f"reward {metrics['reward']:.3f}",
             f"zero-variance groups {metrics['groups/zero_variance']:.0f} of {metrics['groups/sampled']:.0f}",
             f"length {metrics['completions/mean_length']:.1f}",
@@ -79,6 +87,8 @@ class Step:
         ]
         line = "  ".join([*parts, f"{rate:.0f} tokens/s"] if rate is not None else parts)
         return "\n".join([line, *(f"  {warning}" for warning in self.warnings)])
+
+    __repr__ = __str__
 
 
 @dataclass(slots=True)
@@ -146,8 +156,11 @@ def run(
         UserError: an argument is wrong or without effect; raised by the call itself.
         Diverged: three updates in a row were not finite.
     """
+    check_types(rollout=rollout, sampling=sampling, limits=limits, train=train)
+    steps, seed = checked_value("run", "steps", Natural, steps), checked_value("run", "seed", Natural, seed)
     policy.require_trainable("run: policy")
     rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
+    check_sample(rollout.group_size, environment, limits)
     rewarded = bool(rewards.functions) or gives_rewards(environment)
     check_run(
         algorithm, steps=steps, rollout=rollout, sampling=sampling, reward=shaped, train=train, rewarded=rewarded,
@@ -156,6 +169,7 @@ def run(
     )  # fmt: skip
     fitted = fitting_prompts(policy, tasks, sampling, environment)
     check_tasks(len(fitted.tasks), rollout)
+    check_columns(rewards, list(fitted.tasks[0].columns))
     tell_missing(rewards, fitted.tasks)
     found = teacher_of(policy, algorithm, teacher)
     if environment is not None and found is not None and found.hint is not None:
@@ -169,7 +183,23 @@ def run(
         policy, fitted.tasks, algorithm, rewards, shaped, environment, found, rollout, sampling, limits, train, norm,
         seed, fitted.left_out, steps,
     )  # fmt: skip
-    return _steps(training, state or RunState(optimizer))
+    return Steps(_steps(training, state or RunState(optimizer)))
+
+
+class Steps(Iterator[Step]):
+    """The steps of a run, each taken when it is asked for. A run that is dropped before its first step says so."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps, self._begun = steps, False
+
+    def __next__(self) -> Step:
+        self._begun = True
+        return next(self._steps)
+
+    def __del__(self) -> None:
+        if not self._begun:
+            why = "run: nothing was trained, because no step was asked for; write `for step in run(...): ...`"
+            warnings.warn(why, stacklevel=2)
 
 
 def _steps(training: Training, state: RunState) -> Iterator[Step]:
@@ -202,7 +232,7 @@ def _collect(
         environment=training.environment, limits=training.limits,
     )  # fmt: skip
     clock.lap("rollout")
-    require_finite(groups, f"step {index}")
+    require_finite(groups, f"step {index + 1}")
     if training.rewards.functions or training.environment is not None:
         groups = _scored(training, streaks, groups, index)
     clock.lap("reward")
@@ -251,7 +281,7 @@ def _updates(training: Training, state: RunState, groups: Sequence[Group], index
             state.skipped = state.skipped + 1 if metrics["updates/skipped"] else 0
             if state.skipped >= SKIPS:
                 raise Diverged(
-                    f"step {index}",
+                    f"step {index + 1}",
                     f"loss or gradient was not finite in {SKIPS} updates in a row; weights are those before them. "
                     "Lower optimizer.learning_rate, or look at the rewards in samples.jsonl",
                 )

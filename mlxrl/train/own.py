@@ -1,0 +1,73 @@
+"""What an algorithm answers, whose parts may be a user's own: a wrong shape or an exception is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from mlxrl.errors import UserError, brief, exception_line
+from mlxrl.types import Algorithm, Group, Logprobs, Metrics, MicroBatch, Totals, Trajectory
+
+T = TypeVar("T")
+PACKAGE = str(Path(__file__).parents[1])
+SHAPE = "for every trajectory of every group a number, or a list with one for each token that the model chose"
+
+
+def advantages_of(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[Sequence[Any]]:
+    """The advantages of groups.
+
+    Raises:
+        UserError: they are of another shape than `types.Algorithm` says, or a user's code raises.
+    """
+    found: Any = _called(algorithm, "advantages", lambda: algorithm.advantages(groups))
+    if not _listed(found, len(groups)):
+        raise UserError(algorithm.name, "advantages", f"wanted {SHAPE}; got {brief(found)} for {len(groups)} groups")
+    for number, (group, credits) in enumerate(zip(groups, found, strict=True)):
+        fits = _listed(credits, len(group)) and all(map(_fits, credits, group))
+        if not fits:
+            where = f"group {number} of {len(group)} trajectories"
+            raise UserError(algorithm.name, "advantages", f"wanted {SHAPE}; got {brief(credits)} for {where}")
+    return found
+
+
+def loss_of(algorithm: Algorithm, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, Metrics]:
+    """The loss of a micro-batch and its metrics; errors as of `advantages_of`."""
+    found: Any = _called(algorithm, "loss", lambda: algorithm.loss(new, batch, totals))
+    pair = isinstance(found, tuple) and len(found) == 2
+    if not pair or not isinstance(found[0], mx.array) or found[0].size != 1 or not isinstance(found[1], Mapping):
+        wanted = "wanted a scalar array and a dict of metrics"
+        got = f"an array of shape {found[0].shape}" if pair and isinstance(found[0], mx.array) else brief(found)
+        raise UserError(algorithm.name, "loss", f"{wanted}, got {got}")
+    return found
+
+
+def _called(algorithm: Algorithm, method: str, function: Callable[[], T]) -> T:
+    """What a method returns; what a user's code in it raises as one line with its place."""
+    try:
+        return function()
+    except UserError:
+        raise
+    except Exception as error:
+        frames = [frame for frame in extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+        if frames[-1].filename.startswith(PACKAGE):
+            raise
+        place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+        hint = "; the log-probs are new.token_logprobs" if "Logprobs" in str(error) else ""
+        raise UserError(algorithm.name, method, f"{place}: {exception_line(error)}{hint}") from error
+
+
+def _listed(found: Any, count: int) -> bool:
+    return isinstance(found, Sequence) and not isinstance(found, str) and len(found) == count
+
+
+def _fits(credit: Any, trajectory: Trajectory) -> bool:
+    """Whether a trajectory's advantage is a number, or one for each token that it chose."""
+    if getattr(credit, "ndim", 0) == 1:
+        credit = credit.tolist()
+    numbers: Sequence[Any] = credit if isinstance(credit, Sequence) else [credit]
+    right = all(isinstance(one, int | float) or getattr(one, "ndim", 1) == 0 for one in numbers)
+    return right and (not isinstance(credit, Sequence) or len(credit) == trajectory.num_sampled)
