@@ -397,7 +397,7 @@ def one_by_one(completions, answer):
     return [each(c, a) for c, a in zip(completions, answer, strict=True)]
 
 
-@pytest.mark.parametrize("function", [awaited, Judge(), functools.partial(awaited), wrapped, one_by_one], ids=str)
+@pytest.mark.parametrize("function", [awaited, Judge(), functools.partial(awaited), wrapped, one_by_one], ids=range(5))
 def test_async_functions_are_awaited(function):
     scored = score([group("a", "b", answer="a")], function)[0]
     assert [one.reward for one in scored] == [1.0, 0.0]
