@@ -65,9 +65,7 @@ def test_other_baselines() -> None:
 def test_max_rl_refuses_what_it_is_not_defined_for() -> None:
     close(algo.max_rl().advantages([group(1.0, 0.0, NAN)])[0], [1.0, -1.0, 0.0])
     for rewards in ((1.0, -1.0, -1.0, -1.0), (1.0, -0.99), (-0.25, 0.5)):
-        with pytest.raises(
-            SettingError, match=rf"max_rl: reward: .* at least 0, .* got {min(rewards):.6g};"
-        ):
+        with pytest.raises(SettingError, match=rf"max_rl: reward: .* at least 0, .* got {min(rewards):.6g};"):
             algo.max_rl().advantages([group(1.0, 0.0), group(*rewards)])
 
 

@@ -44,7 +44,7 @@ def split(model: nn.Module) -> Head:
     probe = mx.array([[0, 1, 2]])
     wanted = model(probe).astype(mx.float32)
     head = Head(
-        lambda tokens, cache=None: _body(owner)(tokens, cache),
+        lambda tokens, cache=None: _body(owner)(tokens, cache=cache),  # second comes a mask in some
         lambda hidden, layer=None: _project(owner, hidden, layer),
         module=lambda: _module(owner),
         vocabulary=wanted.shape[-1],
