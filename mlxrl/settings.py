@@ -60,7 +60,7 @@ class Model:
 class LoRA:
     """Low-rank adapters y = W x + scale B A x (arXiv 2106.09685), the only weights that are trained."""
 
-    rank: Annotated[Count, at_most(4096), says("rank of B A")] = 8
+    rank: Annotated[int, Meta(ge=1, le=65536), says("rank of B A")] = 8
     scale: Annotated[float, Meta(gt=0, le=1e6), because("at 0 the adapter has no effect"), says("multiplies B A")] = 2.0
     dropout: Annotated[float, Meta(ge=0, lt=1), says("share of the adapter's inputs dropped in training")] = 0.0
     keys: Annotated[tuple[Text, ...] | None, says("layers by name; left out, every linear layer of the blocks")] = None

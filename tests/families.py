@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import warnings
 from pathlib import Path
@@ -93,6 +94,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_heads": 8, "state_size": 16, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "n_groups": 1,
         "use_bias": False, "use_conv_bias": True, "time_step_limit": (0.0, 100.0), "time_step_rank": "auto",
     },
+    "minimax": {**EXPERTS, "num_local_experts": 4, "rotary_dim": 8, "shared_intermediate_size": 32},
     "rwkv7": {
         "norm_eps": 1e-5, "head_dim": 16, "a_low_rank_dim": 16, "v_low_rank_dim": 16, "gate_low_rank_dim": 16,
         "decay_low_rank_dim": 16,
@@ -104,6 +106,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True, "num_hidden_layers": 4,
     }},
 }  # fmt: skip
+OTHERS = [
+    "Klear", "afmoe", "apertus", "bailing_hybrid", "bailing_moe", "bailing_moe_linear", "bailing_moe_v3",
+    "cohere", "deepseek", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone_moe", "gear",
+    "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "gptj", "granite",
+    "granitemoe", "helium", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestloopcoder", "jamba", "laguna",
+    "lfm2_moe", "lille-130m", "llama4_text", "longcat_flash", "longcat_flash_ngram", "mamba", "mimo", "minicpm",
+    "mistral3", "mixtral", "muse_glimmer", "nanbeige", "nanochat", "nemotron", "olmo2", "olmoe", "openelm",
+    "phi", "phimoe", "pixtral", "plamo2", "plamo3", "qwen2_moe", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
+    "seed_oss", "solar_open", "starcoder2",
+]  # fmt: skip
+"""Families of which a tiny model is built with those of these settings that they have."""
+USUAL: dict[str, Any] = {
+    **EXPERTS, **SLIDES,
+    # sizes, under the names of each
+    **dict.fromkeys(("n_layers", "n_layer", "num_layers", "num_transformer_layers"), 2),
+    **dict.fromkeys(("n_heads", "n_head", "num_local_experts", "moe_num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("n_kv_heads", "n_kv_head", "moe_k", "moe_topk", "index_n_heads", "num_gqa_groups"), 2),
+    **dict.fromkeys(("d_model", "n_embd", "model_dim", "index_topk"), 64),
+    **dict.fromkeys(("hidden_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp"), 128),
+    **dict.fromkeys(("n_positions", "n_ctx", "block_size", "max_seq_len", "rope_max_length"), 512),
+    **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "norm_eps"), 1e-5),
+    **dict.fromkeys(("rope_local_base_freq", "rotary_emb_base", "rope_freq_constant"), 1e4),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "rope_pct"), 0.5),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "use_bias", "conv_bias"), False),
+    **dict.fromkeys(("use_qk_norm", "qk_norm", "use_conv_bias", "post_norm", "use_expert_bias"), True),
+    **dict.fromkeys(("share_input_output_layers", "normalize_qk_projections", "ffn_with_glu"), True),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "n_group", "topk_group", "moe_layer_freq"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_nope_head_dim", "head_size", "state_size"), 16),
+    **dict.fromkeys(("shared_intermediate_size", "expert_ffn_hidden_size"), 32),
+    "qk_rope_head_dim": 8, "rotary_dim": 8, "index_head_dim": 16, "rope_scaling": None, "sliding_window_pattern": 2,
+    "logit_scale": 1.0, "logits_scaling": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+    "attention_multiplier": 0.25, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_method": "noaux_tc",
+    "conv_kernel": 4, "conv_L_cache": 3, "full_attn_idxs": [1], "hidden_act": "silu", "rope_type": "default",
+    "dim_model_base": 64, "scale_depth": 1.4, "scale_emb": 12, "attn_layer_period": 2, "attn_layer_offset": 1,
+    "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+    "layer_group_size": 2, "group_norm_size": 1, "is_moe_layer": [False, True], "no_rope_layers": [1, 0],
+    "moe_layer_start_index": 0, "attn_type_list": [1, 0], "zero_expert_num": 1, "zero_expert_type": "identity",
+    "attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "emb_neighbor_num": 2,
+    "emb_split_num": 2, "ngram_vocab_size_ratio": 1.0, "ffn_multipliers": [1.0, 2.0], "ffn_dim_divisor": 16,
+    "qkv_multipliers": [1.0, 1.0], "mamba_num_heads": 8, "num_query_heads": [4, 4], "num_kv_heads": [2, 2],
+    "multi_query": True, "time_step_rank": "auto", "time_step_limit": (0.0, 100.0), "attention_window_size": 6,
+}  # fmt: skip
+
+
+def other(name: str) -> Any:
+    """A random model of one of the OTHERS."""
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    known = {field.name for field in dataclasses.fields(module.ModelArgs)}
+    settings = {"model_type": name, **SIZES, **{key: value for key, value in USUAL.items() if key in known}}
+    if "text_config" in known:
+        settings = {"model_type": name, "text_config": {**SIZES, **USUAL, "model_type": name}}
+    mx.random.seed(0)
+    return ready(module.Model(module.ModelArgs.from_dict(settings)))
 
 
 def family(name: str, seed: int = 0) -> Any:

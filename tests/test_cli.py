@@ -113,6 +113,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     spy(optimizer, "make_optimizer", None)
     spy(chat, "render", ())
     spy(chat, "check_thinking", None)
+    monkeypatch.setattr("mlxrl.train.teacher.check_thinking", lambda *arguments: None)
     spy(stop_rules, "rules_of", None)  # the model does not think
     settings = {
         "seed": 5, "steps": 7, "model.dtype": '"float16"', "lora.rank": 3, "lora.scale": 1.5, "lora.dropout": 0.25,
@@ -422,7 +423,7 @@ def test_a_second_signal_ends_it_at_once(folder, capsys):
     twice = "[signal.raise_signal(signal.SIGINT) for _ in range(2) if calls == 3]"
     assert train(folder, "steps=9", on_step=twice) == 130
     assert manifest(folder)["state"] == "interrupted"
-    assert "stopped at once; the adapter so far is in out/run/adapters" in capsys.readouterr().out
+    assert "stopped at once; nothing was learned yet" in capsys.readouterr().out
     assert [line["step"] for line in read_lines(folder / "out/run/metrics.jsonl")] == [1]
 
 
@@ -612,7 +613,7 @@ def test_a_run_goes_on_from_an_adapter(folder, capsys):
     assert main(["train", "--config", "out/more/config.toml", "--dry-run", 'run.folder="out/again"']) == 0
     capsys.readouterr()
     assert main(["eval", "--config", "run.toml", *more]) == 0
-    assert capsys.readouterr().out.startswith(f"{folder}/out/run/adapters: accuracy ")
+    assert capsys.readouterr().out.startswith("out/run/adapters: accuracy ")
 
 
 def test_eval_tells_a_fault_from_an_error(folder, capsys, monkeypatch):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from helpers import model_folder
+from helpers import made, model_folder
+from mlxrl.algo.recipes import grpo
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import as_policy, folder_of, load
 from mlxrl.policy.skeleton import NotHere, outline, skeleton
 from mlxrl.rollout.sample import sample
 from mlxrl.settings import LoRA, Sampling
+from mlxrl.train.batch import make_batch
+from mlxrl.train.gradient import gradient
 from mlxrl.types import Feedback, Task
 from models import TEMPLATE, dense, tokenizer
 
@@ -76,7 +80,7 @@ def test_a_config_that_makes_no_model_is_one_line(tmp_path):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"vocab_size": 40}, "its tokenizer: wanted token ids that the model has, 0 to 39, got 40"),
-    ({"eos_token_id": 5000}, "eos_token_id: wanted token ids that the model has, 0 to 319, got 5000"),
+    ({"eos_token_id": 5000}, "eos_token_id: wanted an id below 320, got 5000"),
 ])  # fmt: skip
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_at_load(tmp_path, change, message):
     path = model_folder(tmp_path / "model")
@@ -113,3 +117,24 @@ def test_an_observation_with_a_token_that_the_model_does_not_have_ends_its_episo
     p.tokenizer._tokenizer.chat_template = narrow
     with pytest.raises(UserError, match="step: prompt: wanted token ids that the model has, 0 to 69, got"):
         sample(p, [Task("!")], group_size=1, environment=World, sampling=Sampling(max_tokens=1))
+
+
+def test_a_family_that_cannot_be_trained_is_refused_by_name(monkeypatch):
+    class Partial(type(dense())):
+        def freeze(self, **_):
+            raise AttributeError("'Model' object has no attribute '_no_grad'")
+
+    model = dense()
+    model.__class__ = Partial
+    with pytest.raises(UserError, match=r"test_policy: cannot be trained: 'Model' object has no attribute"):
+        as_policy(model, tokenizer(), lora=LoRA())
+    p, batch = as_policy(dense(), tokenizer(), lora=LoRA()), make_batch([made([1.0, 0.0])], grpo())
+    own = p.head.trunk
+
+    def trunk(tokens, cache=None):
+        hidden = own(tokens, cache)
+        return mx.take_along_axis(hidden, mx.argsort(hidden, axis=-1), axis=-1)
+
+    kinky = replace(p, head=replace(p.head, trunk=trunk))
+    with pytest.raises(UserError, match=r"mlx_lm\.models\.qwen3: cannot be trained, .* without a gradient: .*VJP"):
+        gradient(kinky, batch, grpo())

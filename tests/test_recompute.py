@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -9,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from architectures import EVERY, a_policy
-from families import FAMILIES, family
+from families import FAMILIES, OTHERS, family, other
 from helpers import by_hand, calls, flat, made, minibatch, moved
 from mlxrl.algo.recipes import grpo
 from mlxrl.policy import recompute as module
@@ -18,7 +20,7 @@ from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import training
 from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.policy.recompute import recomputed
-from mlxrl.settings import LoRA
+from mlxrl.settings import LoRA, Train
 from mlxrl.train.batch import make_batch
 from mlxrl.train.gradient import gradient
 from mlxrl.train.update import update
@@ -58,7 +60,18 @@ def test_gradients_are_those_of_the_plain_pass_bit_for_bit(make, prefix, monkeyp
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "rwkv7"])  # whose own gradient is not finite
 def test_every_family_has_the_gradient_of_a_plain_forward_with_and_without(name, prefix):
     """gemma4_text among them, whose layers return the keys that they cache, for later layers to share."""
-    p = as_policy(family(name), tokenizer(), lora=LoRA(rank=4))
+    has_the_gradient_of_a_plain_forward(name, family(name), prefix)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [9, 0])
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_family_that_can_be_built_has_it_too(name, prefix):
+    has_the_gradient_of_a_plain_forward(name, other(name), prefix)
+
+
+def has_the_gradient_of_a_plain_forward(name: str, model: Any, prefix: int) -> None:
+    p = as_policy(model, tokenizer(), lora=LoRA(rank=4))
     moved(p.model)
     batch = minibatch(prefix, prompt=0 if prefix else 2)
     weight = mx.random.normal(batch.tokens.shape, key=mx.random.key(3)) * batch.mask
@@ -71,6 +84,13 @@ def test_every_family_has_the_gradient_of_a_plain_forward_with_and_without(name,
     largest = max(mx.abs(leaf).max().item() for leaf in by_plain.values())
     tolerance = 1e-4 if name == "qwen3_next" else 1e-5  # its gradient moves by as much when weights move by 1e-7
     assert all(mx.abs(got[leaf] - value).max().item() < tolerance * largest for leaf, value in by_plain.items())
+    if prefix:
+        groups = [made([1.0, 0.0, 0.4], lengths=[6, 6, 6])]
+        whole, parts = (make_batch(groups, grpo(), Train(tokens_per_pass=tokens)) for tokens in (None, 97))
+        assert (len(whole), len(parts)) == (1, 3)
+        wanted, got = (flat(gradient(p, batch, grpo(), recompute=batch is parts)[1]) for batch in (whole, parts))
+        largest = max(mx.abs(leaf).max().item() for leaf in wanted.values())
+        assert all(mx.abs(got[leaf] - value).max().item() < tolerance * largest for leaf, value in wanted.items())
 
 
 def test_every_trained_weight_of_a_whole_model_gets_its_gradient():

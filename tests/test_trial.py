@@ -1,5 +1,8 @@
 """A dry run builds and calls everything once."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from helpers import EXAMPLE
@@ -69,7 +72,7 @@ def dry(tmp_path, monkeypatch, capsys):
 
 
 def test_a_reward_is_called_with_an_example(dry):
-    code, out = dry('reward.functions=["mine.py:length", "mine.py:numbers_only"]')
+    code, out = dry('reward.functions=["mine.py:length", "mine.py:numbers_only"]', "reward.retry_each=true")
     assert code == 0
     assert '# tried: reward length gives 16.000 for "The answer is 1."' in out
     assert '# tried: reward numbers_only gives - for "The answer is 1.",' in out
@@ -95,7 +98,7 @@ def test_an_environment_is_built_reset_and_closed_once(dry, monkeypatch, tmp_pat
     assert '# tried: the environment begins with "begin"' in out
     assert (tmp_path / "log").read_text() == "reset True close "
     assert dry("environment.factory=mine.py:World", 'environment.arguments={fails = "no maze"}') == (
-        2, "mlxrl: environment: reset: RuntimeError: no maze\n",
+        2, "mlxrl: environment: reset: RuntimeError: no maze (mine.py, line 16)\n",
     )  # fmt: skip
 
 
@@ -107,7 +110,6 @@ def test_tools_are_held_against_the_template_and_the_format_of_calls(dry):
 
 
 def test_a_model_that_is_not_here_and_cannot_be_fetched_is_told(dry, monkeypatch):
-    import httpx
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -119,7 +121,8 @@ def test_a_model_that_is_not_here_and_cannot_be_fetched_is_told(dry, monkeypatch
 
         monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
 
-    asked(RepositoryNotFoundError("401 Client Error.\nNone", response=httpx.Response(401)))
+    response: Any = SimpleNamespace(status_code=401, headers={}, request=None)
+    asked(RepositoryNotFoundError("401 Client Error.\nNone", response=response))
     why = "is not on this machine and cannot be fetched"
     code, out = dry("model.id=nobody/nothing")
     assert code == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxrl.errors import UserError, brief, exception_line, one_line
@@ -12,7 +12,6 @@ from mlxrl.policy import adapter_folder
 from mlxrl.policy.lora import Adapted
 from mlxrl.policy.skeleton import NotHere, Skeleton, outline, skeleton
 from mlxrl.rewards import score
-from mlxrl.rewards.scoring import Rewards
 from mlxrl.rollout.environment import EnvironmentHandle, prepare
 from mlxrl.rollout.workers import Workers
 from mlxrl.runs.experiment import Experiment
@@ -119,7 +118,7 @@ def _rewards(experiment: Experiment) -> Iterator[str]:
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         group = tuple(_completed(task, text) for text in _completions(task))
         try:
-            (scored,) = score([group], Rewards((function,), (1.0,)))
+            (scored,) = score([group], replace(rewards, functions=(function,), weights=(1.0,)))
         except UserError as error:
             raise error.within("a trial with made-up completions") from error.__cause__
         given = ", ".join(f"{number(one.reward)} for {brief(one.text, 30)}" for one in (scored[0], scored[-1]))

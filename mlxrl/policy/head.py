@@ -49,7 +49,7 @@ def split(model: nn.Module) -> Head:
     except Exception as error:  # a model's own code, with a config that its authors have not seen
         raise UserError(type(model).__module__, f"a forward pass fails: {exception_line(error)}") from error
     head = Head(
-        lambda tokens, cache=None: _body(owner)(tokens, cache),
+        lambda tokens, cache=None: _body(owner)(tokens, cache=cache),  # second comes a mask in some
         lambda hidden, layer=None: _project(owner, hidden, layer),
         module=lambda: _module(owner),
         vocabulary=wanted.shape[-1],

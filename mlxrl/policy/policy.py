@@ -92,10 +92,12 @@ class Policy:
 def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: str = "", seed: int = 0) -> Policy:
     """Make a policy of an mlx-lm model that is already in memory; adapters are put on it in place."""
     check_weights(model, source)
-    if lora is None:
+    try:
         model.freeze()
-    else:
-        lora = adapt(model, lora, seed)
+        if lora is not None:
+            lora = adapt(model, lora, seed)
+    except AttributeError as error:  # of a class of mlx-lm's that is not whole
+        raise ModelError(type(model).__module__, f"cannot be trained: {one_line(error)}") from error
     model.eval()
     sharing = shares_prefix(model)
     return Policy(model, tokenizer, split(model), lora, sharing, source, sharing and needs_caches(model))

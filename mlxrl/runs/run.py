@@ -161,7 +161,7 @@ class Run:
     def _keep(self) -> bool:
         """Save what was learned so far; whether there is something."""
         state = self.state
-        begun = state is not None and (state.step > 0 or bool(state.optimizer.step > 0))
+        begun = state is not None and bool(state.optimizer.step > 0)
         if begun:
             self.policy.save(self.folder.adapters)
         return begun

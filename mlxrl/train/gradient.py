@@ -10,10 +10,11 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlxrl.algo.algorithm import comparison_of
+from mlxrl.errors import one_line
 from mlxrl.policy.differentiate import bound, flattened, precomputed, trainable
 from mlxrl.policy.logprobs import divergence_from, logprobs
 from mlxrl.policy.modes import training
-from mlxrl.policy.policy import Policy
+from mlxrl.policy.policy import ModelError, Policy
 from mlxrl.policy.prefix import PrefixRun, by_prefix, run_prefix
 from mlxrl.train.metrics import combined
 from mlxrl.train.own import loss_of
@@ -82,7 +83,13 @@ def _gradient(policy: Policy, micro_batches: Sequence[MicroBatch], loss: Loss) -
         found.append(metrics)
         return value
 
-    _, gradients = nn.value_and_grad(policy.model, whole)()
+    try:
+        _, gradients = nn.value_and_grad(policy.model, whole)()
+    except (ValueError, RuntimeError) as error:
+        if "vjp" not in str(error).lower():
+            raise
+        why = f"cannot be trained, because mlx-lm computes it without a gradient: {one_line(error, 120)}"
+        raise ModelError(type(policy.model).__module__, why) from error
     return found, gradients
 
 

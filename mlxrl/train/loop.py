@@ -282,7 +282,8 @@ def _updates(training: Training, state: RunState, groups: Sequence[Group], index
             if state.skipped >= SKIPS:
                 raise Diverged(
                     f"step {index + 1}",
-                    f"loss or gradient was not finite in {SKIPS} updates in a row; weights are those before them. "
+                    f"loss or gradient of {type(policy.model).__module__} was not finite in {SKIPS} updates in a row; "
+                    "weights are those before them. "
                     "Lower optimizer.learning_rate, or look at the rewards in samples.jsonl",
                 )
             yield metrics
