@@ -48,7 +48,8 @@ def test_warnings_say_what_was_not_trained_on():
     assert warnings_of(metrics, [failed]) == (
         "1 episodes ended because their environment failed, the first: KeyError: 'x'",
         "1 environments could not be closed, the first: OSError: gone",
-        "20 sampled tokens are beyond train.max_tokens_per_sequence and were not trained on",
+        "20 sampled tokens were not trained on: they are beyond train.max_tokens_per_sequence, or come from a token on "
+        "that the teacher does not have",
         "2 completions could not be scored and are left out",
         "none of 12 groups in 3 rounds has a learning signal; no update",
     )
