@@ -1,5 +1,8 @@
 """A dry run builds and calls everything once."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from helpers import EXAMPLE
@@ -107,7 +110,6 @@ def test_tools_are_held_against_the_template_and_the_format_of_calls(dry):
 
 
 def test_a_model_that_is_not_here_and_cannot_be_fetched_is_told(dry, monkeypatch):
-    import httpx
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -119,7 +121,8 @@ def test_a_model_that_is_not_here_and_cannot_be_fetched_is_told(dry, monkeypatch
 
         monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
 
-    asked(RepositoryNotFoundError("401 Client Error.\nNone", response=httpx.Response(401)))
+    response: Any = SimpleNamespace(status_code=401, headers={}, request=None)
+    asked(RepositoryNotFoundError("401 Client Error.\nNone", response=response))
     why = "is not on this machine and cannot be fetched"
     code, out = dry("model.id=nobody/nothing")
     assert code == 2

@@ -22,7 +22,7 @@ from mlxrl.policy.policy import Policy
 from mlxrl.rewards.scoring import RewardLike, Rewards, check_columns, require_scores, rewards_of, score
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.prefill import context_of
-from mlxrl.rollout.sample import sample
+from mlxrl.rollout.sample import check_sample, sample
 from mlxrl.settings import EpisodeLimits, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.batch import make_batch
 from mlxrl.train.check import check_run, check_tasks, check_types
