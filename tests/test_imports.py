@@ -20,7 +20,8 @@ BELOW = {
     "checked": {"errors", "names"},
     "settings": {"errors", "checked"},
     "plugins": {"errors"},
-    "config": BASE,
+    "toml": {"errors"},
+    "config": {*BASE, "toml"},
     "types": BASE,
     "data": {*BASE, "types"},
     "rewards": {*BASE, "types", "data"},
@@ -37,7 +38,7 @@ BELOW = {
 """What each part of the package may import of it, itself aside. data is below rewards; siblings are apart."""
 
 FOREIGN = {
-    **{part: set() for part in ("errors", "files", "text", "names", "plugins", "data", "rewards")},
+    **{part: set() for part in ("errors", "files", "text", "names", "toml", "plugins", "data", "rewards")},
     "checked": {"msgspec"},
     "settings": {"msgspec"},
     "config": {"tomli_w"},
