@@ -21,7 +21,8 @@ BELOW = {
     "settings": {"errors", "checked"},
     "plugins": {"errors"},
     "awaiting": set(),
-    "config": BASE,
+    "toml": {"errors"},
+    "config": {*BASE, "toml"},
     "types": BASE,
     "messages": {*BASE, "types"},
     "data": {*BASE, "types", "messages"},
@@ -39,7 +40,7 @@ BELOW = {
 """What each part of the package may import of it, itself aside. data is below rewards; siblings are apart."""
 
 FOREIGN = {
-    **{part: set() for part in ("errors", "files", "text", "names", "plugins", "messages", "data", "rewards")},
+    **{part: set() for part in ("errors", "files", "text", "names", "toml", "plugins", "messages", "data", "rewards")},
     "checked": {"msgspec"},
     "settings": {"msgspec"},
     "config": {"tomli_w"},

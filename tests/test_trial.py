@@ -81,7 +81,11 @@ def test_a_reward_is_called_with_an_example(dry):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("undefined", "reward 'undefined' raised for each of 3 completions: NameError: name 'gold' is not defined"),
+        (
+            "undefined",
+            "reward 'undefined' raised for each of 3 completions: NameError: name 'gold' is not defined "
+            "(mine.py, line 6); reward.retry_each = true calls it again for each by itself",
+        ),
         ("not_a_list", "reward 'not_a_list': wanted a list of 3 numbers, got 1.0"),
         ("of_one", "reward 'of_one': wanted 3 numbers, one per completion, got 1"),
     ],

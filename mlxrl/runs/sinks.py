@@ -140,9 +140,9 @@ class MetricsFile(Sink):
         self._before = {}
 
     def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
-        found = {f"evaluation/{name}": value for name, value in summary.items()}
-        if not extend_last_line(self._path, found):
-            self._before = {f"evaluation/before/{name}": value for name, value in summary.items()}
+        numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
+        if not extend_last_line(self._path, {f"evaluation/{name}": value for name, value in numbers.items()}):
+            self._before = {f"evaluation/before/{name}": value for name, value in numbers.items()}
 
 
 class SamplesFile(Sink):
