@@ -253,11 +253,17 @@ def decode(of: Policy, requests: list[Request], **options: Any) -> list[Sequence
     return sequences
 
 
-def alone(model: Any, prompt: tuple[int, ...], tokens: int) -> list[int]:
-    """Greedy decoding by a plain forward over the whole sequence, every time."""
+def alone(model: Any, prompt: tuple[int, ...], tokens: int, cached: bool = False) -> list[int]:
+    """Greedy decoding by a plain forward over the whole sequence, every time.
+
+    cached: with new caches, for a model that is another function without them.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
     ids = list(prompt)
     for _ in range(tokens):
-        ids.append(int(mx.argmax(model(mx.array([ids]))[0, -1]).item()))
+        caches = {"cache": make_prompt_cache(model)} if cached else {}
+        ids.append(int(mx.argmax(model(mx.array([ids]), **caches)[0, -1]).item()))
     return ids[len(prompt) :]
 
 
