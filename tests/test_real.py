@@ -58,4 +58,4 @@ def test_the_plan_counts_the_longest_prompt_that_a_run_renders():
     experiment = Experiment.of(*config.read(ROOT / "examples/smollm2.toml", [f'model.id="{FILE}"']))
     tokenizer = gguf.read(FILE)[1]
     lengths = [len(render(tokenizer, task)) for task in experiment.tasks[:1000]]
-    assert longest_prompt(experiment, tokenizer) == max(lengths)
+    assert longest_prompt(experiment, tokenizer, experiment.tasks) == max(lengths)
