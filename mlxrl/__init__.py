@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Reward, Rollout, Sampling, Train
     from mlxrl.train.batch import make_batch
     from mlxrl.train.evaluate import compare, evaluate
-    from mlxrl.train.loop import RunState, Step, run
+    from mlxrl.train.loop import RunState, run
+    from mlxrl.train.step import Step
     from mlxrl.train.optimizer import make_optimizer
     from mlxrl.train.teacher import Teacher
     from mlxrl.train.update import update
-    from mlxrl.types import Environment, Feedback, MicroBatch, Task, Trajectory, Turn
+    from mlxrl.types import Feedback, MicroBatch, Task, Trajectory, Turn
+    from mlxrl.protocols import Environment
 
 __version__ = "0.1.0"
 
@@ -56,11 +58,13 @@ _HOMES = {
     "settings": ("EpisodeLimits", "LoRA", "Optimizer", "Reward", "Rollout", "Sampling", "Train"),
     "train.batch": ("make_batch",),
     "train.evaluate": ("compare", "evaluate"),
-    "train.loop": ("RunState", "Step", "run"),
+    "train.loop": ("RunState", "run"),
+    "train.step": ("Step",),
     "train.optimizer": ("make_optimizer",),
     "train.teacher": ("Teacher",),
     "train.update": ("update",),
-    "types": ("Environment", "Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
+    "protocols": ("Environment",),
+    "types": ("Feedback", "MicroBatch", "Task", "Trajectory", "Turn"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

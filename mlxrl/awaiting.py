@@ -40,7 +40,7 @@ def begin(name: str, call: Callable[[], Any], timeout: float | None = None) -> C
     Raises:
         KeyboardInterrupt: the code did; any other exception is an outcome.
     """
-    with told(name):
+    with announced(name):
         value, error = _called(call) if timeout is None else _in_thread(call, timeout)
     if error is not None or not _awaitables(value):
         return lambda: (value, error)
@@ -57,7 +57,7 @@ def is_async(function: Any) -> bool:
 
 
 @contextmanager
-def told(name: str) -> Generator[None]:
+def announced(name: str) -> Generator[None]:
     """The span of a call; one that takes long is named in a warning."""
     line = f"{name}: no answer for {WAIT:g} s; still waiting"
     timer = threading.Timer(WAIT, partial(warnings.warn, line, stacklevel=2))
@@ -125,7 +125,7 @@ async def _awaited(value: Awaitable[Any], timeout: float | None) -> Outcome:
 
 def _waited(name: str, future: Future[Outcome], timeout: float | None) -> Outcome:
     try:
-        with told(name):
+        with announced(name):
             value, error = future.result(None if timeout is None else timeout + GRACE)
     except TimeoutError:
         assert timeout is not None

@@ -17,7 +17,7 @@ from mlxrl.errors import UserError, brief, did_you_mean
 from mlxrl.files import expanded
 from mlxrl.names import foreign
 from mlxrl.plugins import located
-from mlxrl.settings import Config
+from mlxrl.tables import Config
 from mlxrl.toml import ConfigError, assignment, parsed
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from mlxrl.text import ASCII_BARS, BARS, duration, number, safe, shorten, size, 
 from mlxrl.types import Group, Trajectory
 
 if TYPE_CHECKING:
-    from mlxrl.train.loop import Step
+    from mlxrl.train.step import Step
 
 HEADING = "    step   reward  no-signal length trunc.   tok/s  rollout   update     peak"
 LEFT = "     left"

@@ -1,4 +1,4 @@
-"""The data that travel between the modules, and the protocols of what users plug in.
+"""The data that travel between the modules; the protocols of what users plug in are in `protocols`.
 
 Shapes: B rows, G group size, T tokens, P prefix tokens, V vocabulary. Log-probs are in nats and float32.
 Entry [b, t] of every [B, T] array is about `tokens[b, t]`.
@@ -6,9 +6,9 @@ Entry [b, t] of every [B, T] array is about `tokens[b, t]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, Literal, TypeAlias
 
 import mlx.core as mx
 
@@ -27,7 +27,7 @@ TopIds: TypeAlias = Annotated[mx.array, "int B T K"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset row: what to ask, and the columns that reach the rewards by name.
+    """An example of a dataset: the prompt, and the columns that reach the rewards by name.
 
     prompt: a text, messages, or token ids. where: what it was read from, as a file and line.
     """
@@ -255,7 +255,7 @@ class Feedback:
 
     observation: what the model reads before its next action: the text of a user message, or messages.
     reward: of the action that was just taken. done: whether the episode ends with it.
-    state: names the situation in which the next action is taken: equal states of a task's attempts are compared.
+    state: names the situation in which the next action is taken: equal states of a task's trajectories are compared.
     invalid: whether the action could not be taken, as a tool call that cannot be read.
     fault: what failed besides the model, as a tool that raised, in one line for people; it is counted.
     """
@@ -266,64 +266,3 @@ class Feedback:
     state: Hashable | None = None
     invalid: bool = False
     fault: str = ""
-
-
-class Environment(Protocol):
-    """What answers the model in one trajectory: a factory makes one for each, and no base class is needed.
-
-    Its methods run in threads, one call at a time, and its task is a copy of its own. They may be async: then they are
-    awaited in a loop of mlxrl's own. What it may have besides:
-
-        stop = ()               texts that end an action where they are complete, looked at before each action
-        tools = ()              schemas of functions that the chat template describes to the model, read after `reset`
-        special_tokens = False  whether a reply has its special tokens written out
-        thinking = False        where it is there, set before each action: whether that begins in a block of thinking
-        close()                 called once its episode has ended, however it ended
-
-    What a factory that is an object may have:
-
-        prepare(tokenizer)      called before the episodes of a rollout; a ValueError ends that
-        earns = True            whether its environments give rewards
-    """
-
-    def reset(self, task: Task) -> str | Sequence[Message] | Sequence[int]:
-        """Begin at a task; returns what the model reads first: the text of a user message, messages, or token ids."""
-        ...
-
-    def step(self, reply: str) -> Feedback:
-        """Take the model's action, the text of a turn without its stop token."""
-        ...
-
-
-@runtime_checkable
-class Algorithm(Protocol):
-    """Credit assignment plus a loss, both pure.
-
-    Any object with these four members will do; `mlxrl.algo.Algorithm` composes one. `needs` names what must be there:
-    a "reward", "old" and "reference" log-probs, "teacher", "entropy", the "top_ids" that were kept while sampling, and
-    the "observations" of environments. It may have further members:
-
-        comparison: a `Comparison`, of distributions with a teacher's. None if it does not say.
-        at(step): the algorithm at a step of the run, from 0. The same at every step if it does not say.
-        compares: the "group" or the "step" that a trajectory's reward is compared with, which then needs two, or
-            "nothing", if it does not say.
-        skip: ids of tokens among observations that are not predicted. None of them if it does not say.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def needs(self) -> frozenset[str]: ...
-
-    def advantages(self, groups: Sequence[Group]) -> list[list[float | list[float]]]:
-        """For every trajectory of every group a float, or a list with a float per sampled token."""
-        ...
-
-    def loss(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, Metrics]:
-        """A scalar to be summed over the step's micro-batches, and metrics.
-
-        Metrics are scalars already divided by the step's totals, so that those of the micro-batches add up;
-        those whose last part is `max` or `min` are combined by maximum and minimum instead.
-        """
-        ...

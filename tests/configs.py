@@ -11,7 +11,7 @@ from helpers import MINIMAL
 from mlxrl import config
 from mlxrl.errors import UserError
 from mlxrl.runs.experiment import Experiment
-from mlxrl.settings import Config
+from mlxrl.tables import Config
 
 
 def config_folder(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

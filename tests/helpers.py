@@ -149,15 +149,18 @@ EXAMPLE = ROOT / "examples" / "arithmetic"
 MAZE = ROOT / "examples" / "environments" / "maze.py"
 
 
-CONFIG = f"""
-steps = 2
+TRAINED = f"""
 [model]
 id = "{EXAMPLE}"
 [data]
 train = "{EXAMPLE}/train.jsonl"
-evaluation = "{EXAMPLE}/test.jsonl"
 prompt = "question"
-[reward]
+"""
+"""The tables [model] and [data] of a config on the tiny adder; the second is the last, so that keys can follow."""
+EVALUATED = f'{TRAINED}evaluation = "{EXAMPLE}/test.jsonl"\n'
+CONFIG = f"""
+steps = 2
+{EVALUATED}[reward]
 functions = ["judge.py:judge"]
 [sampling]
 max_tokens = 12

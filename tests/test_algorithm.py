@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from helpers import a_policy, close, length, micro_batch
-from mlxrl import algo, types
+from mlxrl import algo, protocols
 from mlxrl.algo import KL
 from mlxrl.algo.algorithm import at_step, comparison_of, not_predicted, num_top
 from mlxrl.settings import Rollout, Sampling
@@ -101,8 +101,8 @@ class Bare:
 
 
 def test_what_an_algorithm_does_not_say_has_defaults() -> None:
-    bare: types.Algorithm = Bare()
-    assert isinstance(bare, types.Algorithm)
+    bare: protocols.Algorithm = Bare()
+    assert isinstance(bare, protocols.Algorithm)
     assert (comparison_of(bare), num_top(bare), not_predicted(bare)) == (None, 0, None)
     assert at_step(bare, 3) is bare
 

@@ -113,7 +113,8 @@ def test_every_setting_arrives(folder, monkeypatch):
     spy(optimizer, "make_optimizer", None)
     spy(chat, "render", ())
     spy(chat, "check_thinking", None)
-    monkeypatch.setattr("mlxrl.train.teacher.check_thinking", lambda *arguments: None)
+    for where in ("train.teacher", "rollout.sample"):
+        monkeypatch.setattr(f"mlxrl.{where}.check_thinking", lambda *arguments: None)
     spy(stop_rules, "rules_of", None)  # the model does not think
     settings = {
         "seed": 5, "steps": 7, "model.dtype": '"float16"', "lora.rank": 3, "lora.scale": 1.5, "lora.dropout": 0.25,

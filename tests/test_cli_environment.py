@@ -7,19 +7,13 @@ import tomllib
 
 import pytest
 
-from helpers import EXAMPLE
+from helpers import EVALUATED
 from mlxrl.cli import main
 from mlxrl.files import read_lines
 
 CONFIG = f"""
 steps = 2
-[model]
-id = "{EXAMPLE}"
-[data]
-train = "{EXAMPLE}/train.jsonl"
-evaluation = "{EXAMPLE}/test.jsonl"
-prompt = "question"
-[environment]
+{EVALUATED}[environment]
 factory = "worlds.py:Sum"
 arguments = {{ tries = 2 }}
 max_turns = 3

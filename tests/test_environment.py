@@ -15,12 +15,13 @@ import pytest
 
 from mlxrl import algo
 from mlxrl.plugins import Copying
+from mlxrl.protocols import Environment
 from mlxrl.rewards import score
 from mlxrl.rollout import episodes
 from mlxrl.rollout.environment import EnvironmentHandle, EpisodeError, gives_rewards
 from mlxrl.train.batch import make_batch
-from mlxrl.train.loop import Step
-from mlxrl.types import Environment, Feedback, Task
+from mlxrl.train.step import Step
+from mlxrl.types import Feedback, Task
 from worlds import TASKS, Counting, brief_policy, every, play
 
 

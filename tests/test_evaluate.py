@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from helpers import a_policy, length
+from helpers import a_policy, calls, length
 from mlxrl.policy.policy import as_policy
+from mlxrl.rollout import chat
 from mlxrl.settings import Sampling
 from mlxrl.train.evaluate import Evaluation, compare, evaluate
 from mlxrl.types import Task, Trajectory
@@ -92,3 +93,13 @@ def test_prompts_that_fill_the_context_are_left_out_and_not_wrong():
 def test_an_evaluation_is_printed_in_a_line():
     assert repr(evaluation([1.0, 0.0, 1.0])) == "Evaluation(accuracy 0.6667, mean_reward 0.6667, n 3, unscored 0)"
     assert repr(Evaluation(())) == "Evaluation()"
+
+
+def test_prompts_of_the_same_tasks_are_rendered_for_their_length_once(monkeypatch):
+    rendered = calls(monkeypatch, chat, "render")
+    p, tasks = a_policy(), (Task("1+1"), Task("2+2"))
+    for _ in range(3):
+        evaluate(p, tasks, length, sampling=Sampling(max_tokens=2, temperature=0.0))
+    assert len(rendered) == len(tasks)
+    evaluate(p, list(tasks), length, sampling=Sampling(max_tokens=2, temperature=0.0))
+    assert len(rendered) == 2 * len(tasks)  # a list may have changed

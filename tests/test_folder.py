@@ -7,7 +7,13 @@ import pytest
 from mlxrl.checked import SettingError
 from mlxrl.files import read_lines
 from mlxrl.runs import folder as folder_module
-from mlxrl.runs.folder import claim, create, free_folder, refuse_taken
+from mlxrl.runs.folder import claim, free_folder, refuse_taken
+
+
+def create(path, config):
+    made = claim(path)
+    made.begin(config)
+    return made
 
 
 def test_a_folder_with_anything_in_it_is_refused_and_a_free_one_named(tmp_path):

@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlxrl"
-BASE = {"errors", "files", "names", "checked", "settings", "plugins"}
-LIBRARY = {*BASE, "awaiting", "types", "messages", "data", "rewards", "algo", "policy", "rollout", "train"}
+BASE = {"errors", "files", "names", "checked", "settings", "tables", "plugins"}
+TYPES = {*BASE, "types", "protocols"}
+LIBRARY = {*BASE, "awaiting", "types", "protocols", "messages", "data", "rewards", "algo", "policy", "rollout", "train"}
 BELOW = {
     "errors": set(),
     "files": set(),
@@ -19,18 +20,20 @@ BELOW = {
     "names": {"errors"},
     "checked": {"errors", "names"},
     "settings": {"errors", "checked"},
+    "tables": {"errors", "checked", "settings"},
     "plugins": {"errors"},
     "awaiting": set(),
     "toml": {"errors"},
     "config": {*BASE, "toml"},
     "types": BASE,
+    "protocols": {*BASE, "types"},
     "messages": {*BASE, "types"},
     "data": {*BASE, "types", "messages"},
     "rewards": {*BASE, "awaiting", "types", "data"},
-    "algo": {*BASE, "types"},
-    "tools": {*BASE, "awaiting", "types", "messages"},
-    "policy": {*BASE, "types"},
-    "rollout": {*BASE, "awaiting", "types", "messages", "data", "rewards", "policy"},
+    "algo": TYPES,
+    "tools": {*TYPES, "awaiting", "messages"},
+    "policy": TYPES,
+    "rollout": {*TYPES, "awaiting", "messages", "data", "rewards", "policy"},
     "train": LIBRARY - {"train"},
     "runs": {*LIBRARY, "config", "text"},
     "console": {*LIBRARY, "text", "runs"},
@@ -43,8 +46,10 @@ FOREIGN = {
     **{part: set() for part in ("errors", "files", "text", "names", "toml", "plugins", "messages", "data", "rewards")},
     "checked": {"msgspec"},
     "settings": {"msgspec"},
+    "tables": {"msgspec"},
     "config": {"tomli_w"},
     "types": {"mlx.core"},
+    "protocols": {"mlx.core"},
     "algo": {"mlx.core", "numpy"},
     "console": {"rich"},
 }

@@ -21,8 +21,9 @@ from mlxrl.errors import UserError
 from mlxrl.policy.policy import as_policy
 from mlxrl.rewards import RewardError
 from mlxrl.settings import LoRA, Optimizer, Reward, Rollout, Sampling, Train
-from mlxrl.train.loop import RunState, Step, run
+from mlxrl.train.loop import RunState, run
 from mlxrl.train.metrics import Diverged
+from mlxrl.train.step import Step
 from mlxrl.train.teacher import Teacher
 from mlxrl.types import Task
 from models import dense, tokenizer
@@ -105,7 +106,7 @@ def test_a_model_whose_passes_are_not_what_it_samples_from_is_refused():
     options: Any = {"reward": length, "steps": 1, "rollout": PAIRS, "sampling": Sampling(max_tokens=6)}
     before = flat(p.model.trainable_parameters())
     with pytest.raises(
-        ValueError, match=r"step 0: fresh samples of .*qwen3 differ by 0\.\d+ nats .* 0\.02 that float32"
+        ValueError, match=r"step 1: fresh samples of .*qwen3 differ by 0\.\d+ nats .* 0\.02 that float32"
     ):
         list(run(other, TASKS, grpo(), **options))
     now = flat(p.model.trainable_parameters())
@@ -249,7 +250,7 @@ def test_a_run_can_end_after_steps_without_a_signal():
         sampling=Sampling(max_tokens=2), train=Train(max_steps_without_signal=4),
     )  # fmt: skip
     assert [next(seen).index for _ in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(UserError, match=r"step 3: train\.max_steps_without_signal: the last 4 steps had no learning"):
+    with pytest.raises(UserError, match=r"step 4: train\.max_steps_without_signal: the last 4 steps had no learning"):
         next(seen)
 
 

@@ -7,7 +7,8 @@ import mlx.core as mx
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout.sample import sample
 from mlxrl.runs.memory_limits import available, limited, limits, without_effect
-from mlxrl.settings import LoRA, Memory, Sampling
+from mlxrl.settings import LoRA, Sampling
+from mlxrl.tables import Memory
 from mlxrl.types import Task
 from models import dense, tokenizer
 

@@ -15,7 +15,7 @@ import pytest
 
 import mlxrl as rl
 from helpers import close, eager_and_compiled, micro_batch, value_and_gradient
-from mlxrl import algo, types
+from mlxrl import algo, protocols
 from mlxrl.types import Logprobs, MicroBatch, Totals
 
 ARRAYS = ("tokens", "mask", "advantages", "sampler_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")
@@ -58,7 +58,7 @@ def rows_of(new: Logprobs, batch: MicroBatch, rows: list[int]) -> tuple[Logprobs
 @pytest.mark.parametrize("name", algo.RECIPES)
 def test_splitting_order_and_padding_change_nothing(name: str) -> None:
     recipe, new, batch, totals = example(name)
-    assert isinstance(recipe, types.Algorithm)
+    assert isinstance(recipe, protocols.Algorithm)
     value, gradient = value_and_gradient(recipe, new, batch, totals)
     for split in ([[0, 1, 2, 3]], [[3, 1], [0, 2]], [[2], [1], [3], [0]]):
         found = [(rows, value_and_gradient(recipe, *rows_of(new, batch, rows), totals)) for rows in split]

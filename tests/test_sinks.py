@@ -11,7 +11,7 @@ import pytest
 from mlxrl.errors import UserError
 from mlxrl.files import read_lines
 from mlxrl.runs.sinks import MetricsFile, Outcome, SamplesFile, Sink, UserSink
-from mlxrl.train.loop import Step
+from mlxrl.train.step import Step
 from mlxrl.types import Task, Trajectory, Turn
 
 

@@ -6,19 +6,13 @@ import sys
 
 import pytest
 
-from helpers import EXAMPLE, ROOT
+from helpers import EVALUATED, ROOT
 from mlxrl.cli import main
 from mlxrl.cli.streams import tolerant
 
 CONFIG = f"""
 steps = 1
-[model]
-id = "{EXAMPLE}"
-[data]
-train = "{EXAMPLE}/train.jsonl"
-evaluation = "{EXAMPLE}/test.jsonl"
-prompt = "question"
-system = "Réponds \u2192"
+{EVALUATED}system = "Réponds \u2192"
 [reward]
 functions = ["mlxrl.rewards:last_number_matches"]
 [sampling]

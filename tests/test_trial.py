@@ -5,17 +5,12 @@ from typing import Any
 
 import pytest
 
-from helpers import EXAMPLE
+from helpers import EXAMPLE, TRAINED
 from mlxrl.cli import main
 
 CONFIG = f"""
 steps = 1
-[model]
-id = "{EXAMPLE}"
-[data]
-train = "{EXAMPLE}/train.jsonl"
-prompt = "question"
-[reward]
+{TRAINED}[reward]
 functions = ["mine.py:length"]
 [train]
 tokens_per_pass = 512

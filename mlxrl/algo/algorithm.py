@@ -8,7 +8,7 @@ from typing import ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
 
 import mlx.core as mx
 
-from mlxrl import types
+from mlxrl import protocols
 from mlxrl.algo.credit import Advantages, Compares, Credit
 from mlxrl.algo.losses import Ratio, Surrogate, log_ratio
 from mlxrl.algo.reduce import Reduction, masked, of_mismatch, of_policy, token_mean
@@ -24,7 +24,7 @@ class Term:
     """What is added to an algorithm: a frozen value of a subclass, which has one of `advantage`, `factor` and `loss`.
 
     Each takes the log-probs `new` of a micro-batch, and the micro-batch with its `old_logprobs`, and returns [B, T], or
-    [B, 1] where a sequence has one value. needs: see `types.Algorithm`.
+    [B, 1] where a sequence has one value. needs: see `protocols.Algorithm`.
     """
 
     __slots__ = ()
@@ -112,7 +112,7 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the loss needs; see `types.Algorithm`."""
+        """What the loss needs; see `protocols.Algorithm`."""
         own = {"old"} | ({"reward"} if getattr(self.credit, "uses_rewards", True) else set[str]())
         kept = {"top_ids"} if self.comparison is not None and self.comparison.support == "student" else set[str]()
         return frozenset().union(own, kept, *(term.needs for term in self.terms))
@@ -193,24 +193,24 @@ class Algorithm:
         return replace(batch, advantages=masked(advantages, batch.mask))
 
 
-def comparison_of(algorithm: types.Algorithm) -> Comparison | None:
+def comparison_of(algorithm: protocols.Algorithm) -> Comparison | None:
     """How an algorithm compares distributions with a teacher's; None without the member."""
     return getattr(algorithm, "comparison", None)
 
 
-def num_top(algorithm: types.Algorithm) -> int:
+def num_top(algorithm: protocols.Algorithm) -> int:
     """How many of its most likely tokens the sampler has to keep for an algorithm."""
     compared = comparison_of(algorithm)
     return compared.num_top if compared is not None and compared.support == "student" else 0
 
 
-def at_step(algorithm: types.Algorithm, step: int) -> types.Algorithm:
+def at_step(algorithm: protocols.Algorithm, step: int) -> protocols.Algorithm:
     """An algorithm at a step of the run; the same at every step without the member."""
     at = getattr(algorithm, "at", None)
     return algorithm if at is None else at(step)
 
 
-def not_predicted(algorithm: types.Algorithm) -> frozenset[int] | None:
+def not_predicted(algorithm: protocols.Algorithm) -> frozenset[int] | None:
     """The token ids among observations that an algorithm does not predict; None where it predicts no observations."""
     if "observations" not in algorithm.needs:
         return None

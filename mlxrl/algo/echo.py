@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import mlx.core as mx
 
-from mlxrl import types
+from mlxrl import protocols
 from mlxrl.algo.algorithm import Algorithm, Term, term
 from mlxrl.algo.reduce import Reduction, total
 from mlxrl.algo.terms import Coefficient, there
@@ -51,7 +51,7 @@ class Echo(Term):
         return total(-logprobs, observed) / max(totals.observation_tokens, 1)
 
 
-def without_special_ids(algorithm: types.Algorithm, ids: Collection[int]) -> types.Algorithm:
+def without_special_ids(algorithm: protocols.Algorithm, ids: Collection[int]) -> protocols.Algorithm:
     """The algorithm, of which an `Echo` that names no ids of its own does not predict these."""
     if not isinstance(algorithm, Algorithm):
         return algorithm

@@ -9,7 +9,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from mlxrl import types
+from mlxrl import protocols
 from mlxrl.algo import reduce
 from mlxrl.algo.algorithm import TERMS, Algorithm, Term
 from mlxrl.algo.conventions import CONVENTIONS, MOVED
@@ -99,7 +99,7 @@ def _fields(part: Any) -> dict[str, Any]:
     return {field.name: getattr(part, field.name) for field in fields(part)} if is_dataclass(part) else {}
 
 
-def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.Algorithm:
+def build(table: Mapping[str, Any], folder: str | Path | None = None) -> protocols.Algorithm:
     """The algorithm of a table [algorithm]: a name, the arguments of its recipe, and a table for each term.
 
     `{"name": "grpo", "clip": [0.2, 0.28], "kl": {"coefficient": 0.04}}`. `convention` names a library whose values are
@@ -130,7 +130,7 @@ def build(table: Mapping[str, Any], folder: str | Path | None = None) -> types.A
         raise error if error.parts[0].startswith("algorithm") else error.within("algorithm") from None
 
 
-def _own(name: str, given: Mapping[str, Any], folder: str | Path | None) -> types.Algorithm:
+def _own(name: str, given: Mapping[str, Any], folder: str | Path | None) -> protocols.Algorithm:
     """The algorithm that a function of the user's returns."""
     try:
         function = find(name, folder)
@@ -147,7 +147,7 @@ def _own(name: str, given: Mapping[str, Any], folder: str | Path | None) -> type
     except TypeError as error:
         raise PluginError("algorithm", name, str(error)) from None
     made = function(**arguments)
-    if not isinstance(made, types.Algorithm):
+    if not isinstance(made, protocols.Algorithm):
         raise PluginError("algorithm", name, f"wanted a function that returns an algorithm, got {brief(made)}")
     return made
 
@@ -212,7 +212,7 @@ def _with_terms(given: Mapping[str, Any], parameters: Collection[str]) -> dict[s
     return {**arguments, "terms": terms} if terms else arguments
 
 
-def arguments_of(algorithm: types.Algorithm) -> dict[str, Any]:
+def arguments_of(algorithm: protocols.Algorithm) -> dict[str, Any]:
     """The table that makes an algorithm of a recipe: its name, every argument that has an effect, its terms' tables.
 
     Of another algorithm it is the name.

@@ -21,7 +21,7 @@ from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.workers import Workers
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.memory_limits import GB, available
-from mlxrl.settings import Config
+from mlxrl.tables import Config
 from mlxrl.text import size
 from mlxrl.train.batch import TOKENS_PER_PASS
 from mlxrl.train.memory_plan import Work, constant, passes, rollout

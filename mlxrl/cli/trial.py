@@ -12,7 +12,10 @@ from mlxrl.policy import adapter_folder
 from mlxrl.policy.lora import Adapted
 from mlxrl.policy.skeleton import NotHere, Skeleton, outline, skeleton
 from mlxrl.rewards import score
+from mlxrl.rollout.chat import check_thinking, fitting
 from mlxrl.rollout.environment import EnvironmentHandle, prepare
+from mlxrl.rollout.prefill import context_of
+from mlxrl.rollout.stop_rules import rules_of
 from mlxrl.rollout.workers import Workers
 from mlxrl.runs.experiment import Experiment
 from mlxrl.text import number
@@ -42,7 +45,7 @@ def trial(experiment: Experiment) -> Trial:
     model = _model(config.model.id, config.model.dtype, "model", found)
     tokenizer = None if model is None else model.tokenizer
     if model is not None:
-        experiment.check_prompts(tokenizer, model.model)
+        _prompts(experiment, model)
     _teacher(experiment, tokenizer, found)
     found += [*_environment(experiment, tokenizer), *_rewards(experiment)]
     return Trial([] if model is None else outline(model, config.lora, config.model.adapter), found)
@@ -73,6 +76,16 @@ def _fetched(id: str, table: str) -> str:
             raise UserError(table, "id", f"{id} {why}") from error
         return f"{id} {why}"
     return f"{id} is not on this machine, and can be fetched"
+
+
+def _prompts(experiment: Experiment, model: Skeleton) -> None:
+    """UserError where a tokenizer or its template does not take the sampling or the prompts."""
+    sampling = experiment.config.sampling
+    rules_of(model.tokenizer, sampling)
+    check_thinking(model.tokenizer, sampling.thinking, "sampling")
+    for some in (experiment.tasks, experiment.held_out) if experiment.environment is None else ():
+        if some:
+            fitting(model.tokenizer, context_of(model.model), some, sampling.thinking)
 
 
 def _teacher(experiment: Experiment, tokenizer: Any, found: list[str]) -> None:

@@ -13,9 +13,10 @@ from mlxrl.awaiting import begin
 from mlxrl.errors import UserError, brief
 from mlxrl.messages import checked_text, messages_of
 from mlxrl.plugins import check_keywords
+from mlxrl.protocols import Environment
 from mlxrl.rollout.chat import Observation, is_token_ids
 from mlxrl.settings import LARGEST_REWARD, LONGEST
-from mlxrl.types import Environment, Feedback, Task
+from mlxrl.types import Feedback, Task
 
 Factory: TypeAlias = Callable[[], Environment]
 
@@ -28,8 +29,8 @@ class EpisodeError(UserError):
 class EnvironmentHandle:
     """The environment of one episode; its methods run in threads, one at a time.
 
-    timeout: seconds of a call. stop, special_tokens, tools, close: see `types.Environment`. prompt_key: what is read
-    first, as text that is the same for episodes that begin alike.
+    timeout: seconds of a call. stop, special_tokens, tools, close: see `protocols.Environment`. prompt_key: what is
+    read first, as text that is the same for episodes that begin alike.
     """
 
     factory: Factory

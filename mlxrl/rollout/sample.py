@@ -57,7 +57,7 @@ def sample(
         key: a number or a key, [2] uint32. Each turn draws from a key made of (key, task, trajectory, turn) alone.
         max_rows: sequences that decode together.
         environment: makes the environment of a trajectory, which then is an episode of several turns; see
-            `types.Environment`. Its reward is the sum over the turns, before reward functions.
+            `protocols.Environment`. Its reward is the sum over the turns, before reward functions.
         processors: mlx-lm's logits processors, as in `Engine`. Log-probs stay those of the model.
     Raises:
         Interrupted: on Ctrl-C, with the trajectories that had ended.
@@ -77,31 +77,45 @@ def sample(
             decoding(policy) as merged,
             Engine(merged, max_rows=max_rows, processors=processors) as engine,
         ):
-            episodes.begin(engine, workers)
-            while engine.busy or workers.busy:
-                ended = engine.step()
-                # answers of earlier actions: those of this step get the time of the next
-                enough = max(1, MIN_BATCH_FRACTION * engine.occupied)
-                answers = workers.finished(enough) if engine.drawing else []
-                for sequence in ended:
-                    episodes.acted(sequence)
-                for answer in answers if engine.busy else workers.wait():
-                    episodes.observed(answer)
+            _run_episodes(episodes, engine, workers)
     except KeyboardInterrupt:
         raise Interrupted(episodes.groups()) from None
     episodes.require_one()
     return episodes.groups()
 
 
+def _run_episodes(episodes: Episodes, engine: Engine, workers: Workers) -> None:
+    """Decode and act until all episodes have ended."""
+    episodes.begin(engine, workers)
+    while engine.busy or workers.busy:
+        ended = engine.step()
+        # answers of earlier actions: those of this step get the time of the next
+        enough = max(1, MIN_BATCH_FRACTION * engine.occupied)
+        answers = workers.finished(enough) if engine.drawing else []
+        for sequence in ended:
+            episodes.acted(sequence)
+        for answer in answers if engine.busy else workers.wait():
+            episodes.observed(answer)
+
+
 def fitting_prompts(
     policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None
 ) -> Fitting:
-    """The tasks, without those whose prompts fill the context, with a warning. Prompts of environments come later."""
+    """The tasks, without those whose prompts fill the context, with a warning. Prompts of environments come later.
+
+    A tuple cannot change, so what was found for one is kept with the policy: evaluations do not render it again.
+    """
     tasks = as_tasks(tasks)
     check_thinking(policy.tokenizer, sampling.thinking, "sampling")
     if environment is not None:
         return Fitting(tasks)
+    known: list[tuple[Sequence[Task], bool | None, Fitting]] = policy.memo.setdefault("fitting prompts", [])
+    for given, thinking, fitted in known:
+        if given is tasks and thinking == sampling.thinking:
+            return fitted
     fitted = fitting(policy.tokenizer, context_of(policy.model), tasks, sampling.thinking)
+    if isinstance(tasks, tuple):
+        known[:] = [*known[-1:], (tasks, sampling.thinking, fitted)]  # of training and of evaluation
     if fitted.left_out:
         warnings.warn(fitted.line, stacklevel=3)
     return fitted

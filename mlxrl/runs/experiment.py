@@ -11,18 +11,21 @@ from mlxrl.checked import SettingError
 from mlxrl.config import Origin, text
 from mlxrl.data import tasks as read_tasks
 from mlxrl.errors import UserError, did_you_mean
+from mlxrl.protocols import Algorithm
 from mlxrl.rewards import TrainerState
 from mlxrl.rewards.scoring import Rewards, check_columns, rewards_of, tell_missing
 from mlxrl.rollout.environment import Factory, check_factory, gives_rewards
 from mlxrl.runs.sinks import Sink, UserSink
-from mlxrl.settings import Config, EpisodeLimits
+from mlxrl.settings import EpisodeLimits
+from mlxrl.tables import Config
 from mlxrl.train.check import check_run, check_tasks
-from mlxrl.types import Algorithm, Task
+from mlxrl.types import Task
 
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
     from mlxrl.train.evaluate import Evaluation
-    from mlxrl.train.loop import RunState, Step
+    from mlxrl.train.loop import RunState
+    from mlxrl.train.step import Step
     from mlxrl.train.teacher import Teacher
 
 T = TypeVar("T")
@@ -88,30 +91,17 @@ class Experiment:
             UserError: it cannot be had, or its template or tokenizer does not take the prompts or the sampling.
         """
         from mlxrl.policy.policy import load
+        from mlxrl.rollout.sample import fitting_prompts
+        from mlxrl.rollout.stop_rules import rules_of
 
         model = self.config.model
         lora, adapter = (self.config.lora, model.adapter) if trained else (None, adapter)
         policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
-        self.check_prompts(policy.tokenizer, policy.model, trained=trained)
-        return policy
-
-    def check_prompts(self, tokenizer: Any, model: Any, *, trained: bool = True) -> None:
-        """UserError where a tokenizer or its template does not take the sampling or the prompts.
-
-        Args:
-            model: whose context the prompts must fit in; trained: whether there are examples to be trained on, besides
-                those held out.
-        """
-        from mlxrl.rollout.chat import check_thinking, fitting
-        from mlxrl.rollout.prefill import context_of
-        from mlxrl.rollout.stop_rules import rules_of
-
-        sampling = self.config.sampling
-        rules_of(tokenizer, sampling)
-        check_thinking(tokenizer, sampling.thinking, "sampling")
-        for some in ((self.tasks, self.held_out) if trained else (self.held_out,)) if self.environment is None else ():
+        rules_of(policy.tokenizer, self.config.sampling)
+        for some in (self.tasks if trained else (), self.held_out):
             if some:
-                fitting(tokenizer, context_of(model), some, sampling.thinking)
+                fitting_prompts(policy, some, self.config.sampling, self.environment)
+        return policy
 
     def teacher(self, policy: Policy) -> Teacher | None:
         """The teacher of a policy, its model loaded where it has one of its own; None for an algorithm without one.

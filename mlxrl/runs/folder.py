@@ -80,13 +80,6 @@ class Taken(SettingError):
     """A folder with something in it."""
 
 
-def create(path: str | Path, config: str) -> RunFolder:
-    """Make a run's folder, with the resolved config in it; errors as of `claim`."""
-    folder = claim(path)
-    folder.begin(config)
-    return folder
-
-
 def claim(path: str | Path) -> RunFolder:
     """Make a run's folder. Of two runs that begin at once, one has it.
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import mlx.core as mx
 
-from mlxrl.settings import Memory
+from mlxrl.tables import Memory
 
 GB = 1e9
 

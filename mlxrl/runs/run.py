@@ -54,7 +54,7 @@ class Run:
         """Run, and leave the folder in the state it ended in. What was learned is saved, whatever ends it.
 
         Returns:
-            the exit code. An error that the user can put right is raised, the folder's state told.
+            the exit code. An error that the user can put right is raised, the folder's state recorded.
         """
         try:
             self.folder.enter("running")
@@ -100,7 +100,7 @@ class Run:
         return 0
 
     def _begin(self) -> None:
-        """Record what the run is made of, and tell the sinks."""
+        """Record what the run is made of, and begin the sinks."""
         source, teacher = self.experiment.config.model.id, self.experiment.config.teacher.id
         self.folder.record(model={"id": source, "files": facts.model_digests(source)})
         if teacher not in (None, "base"):
@@ -112,7 +112,7 @@ class Run:
             sink.begin(description)
 
     def _train(self, policy: Policy, evaluate: Callable[[int], Evaluation]) -> None:
-        """Take the steps, up to the last one or the one in which the run was asked to stop."""
+        """Take the steps, up to the last one, or the one with a graceful-shutdown request."""
         from mlxrl.train import checkpoint
         from mlxrl.train.loop import RunState
         from mlxrl.train.optimizer import make_optimizer
@@ -161,10 +161,10 @@ class Run:
     def _keep(self) -> bool:
         """Save what was learned so far; whether there is something."""
         state = self.state
-        begun = state is not None and bool(state.optimizer.step > 0)
-        if begun:
+        updated = state is not None and bool(state.optimizer.step > 0)
+        if updated:
             self.policy.save(self.folder.adapters)
-        return begun
+        return updated
 
     def _adapter(self) -> str:
         return f"the adapter so far is in {near(self.folder.adapters)}"
@@ -199,10 +199,10 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
     arguments = ", ".join(f"{name}={value!r}" for name, value in table.items() if name != "name" and value is not None)
     parameters = f": {trainable:,} trainable parameters" if trainable else ""
     kind = "DoRA" if lora.dora else "LoRA"
-    begun = f", from {near(config.model.adapter)}" if config.model.adapter else ""
+    start = f", from {near(config.model.adapter)}" if config.model.adapter else ""
     lines = [
         ("model", f"{near(config.model.id)}{f' ({config.model.dtype})' if config.model.dtype else ''}"),
-        ("adapters", f"{kind} rank {lora.rank}, scale {lora.scale:g}{parameters}{begun}"),
+        ("adapters", f"{kind} rank {lora.rank}, scale {lora.scale:g}{parameters}{start}"),
         ("data", f"{len(experiment.tasks):,} examples of {near(config.data.train)}{held_out}"),
         ("environment", _environment(experiment)),
         ("reward", ", ".join(map(_reward, config.reward.functions, experiment.rewards.functions)) or "none"),

@@ -18,8 +18,8 @@ from mlxrl.types import Trajectory
 
 if TYPE_CHECKING:
     from mlxrl.policy.lora import Adapted
-    from mlxrl.settings import Config
-    from mlxrl.train.loop import Step
+    from mlxrl.tables import Config
+    from mlxrl.train.step import Step
 
 
 @dataclass(frozen=True, slots=True)

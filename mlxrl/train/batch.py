@@ -11,10 +11,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrl.algo.algorithm import not_predicted, num_top
+from mlxrl.protocols import Algorithm
 from mlxrl.settings import Train
 from mlxrl.train.own import advantages_of
 from mlxrl.train.sequences import TokenSequence, sequences_of, shortened, with_prompt
-from mlxrl.types import Algorithm, Batch, Group, MicroBatch, Totals
+from mlxrl.types import Batch, Group, MicroBatch, Totals
 
 TOKENS_PER_PASS = 2048
 PASS = 48  # tokens that a forward and backward of any size costs beyond its own, as measured

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mlxrl.checked import SettingError
 from mlxrl.errors import brief
+from mlxrl.protocols import Algorithm
 from mlxrl.settings import EpisodeLimits, Reward, Rollout, Sampling, Train
-from mlxrl.types import Algorithm
 
 
 def check_run(

@@ -16,10 +16,11 @@ from mlxrl.policy.logprobs import divergence_from, logprobs
 from mlxrl.policy.modes import training
 from mlxrl.policy.policy import ModelError, Policy
 from mlxrl.policy.prefix import PrefixRun, by_prefix, run_prefix
+from mlxrl.protocols import Algorithm
 from mlxrl.train.metrics import combined
 from mlxrl.train.own import loss_of
 from mlxrl.train.teacher import Teacher
-from mlxrl.types import Algorithm, Batch, Logprobs, Metrics, MicroBatch
+from mlxrl.types import Batch, Logprobs, Metrics, MicroBatch
 
 Loss: TypeAlias = Callable[[MicroBatch, PrefixRun | None], tuple[mx.array, Metrics]]
 

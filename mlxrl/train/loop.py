@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from mlxrl.checked import Natural, checked_value, keywords
 from mlxrl.data import Source, indices_of
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
+from mlxrl.protocols import Algorithm
 from mlxrl.rewards.calls import RewardError, TrainerState
 from mlxrl.rewards.scoring import (
     RewardLike,
@@ -28,72 +28,30 @@ from mlxrl.rewards.scoring import (
     rewards_of,
     tell_missing,
 )
+from mlxrl.rollout.chat import Fitting
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.sample import check_sample, fitting_prompts, sample
 from mlxrl.settings import EpisodeLimits, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.batch import make_batch
 from mlxrl.train.check import check_run, check_tasks, check_types
-from mlxrl.train.metrics import Clock, Diverged, averaged, describe, require_finite, warnings_of
+from mlxrl.train.metrics import Clock, Diverged, averaged, describe, require_finite
 from mlxrl.train.minibatches import minibatches
 from mlxrl.train.optimizer import make_optimizer
 from mlxrl.train.resample import Resampled, further_tasks, resample, round_key
+from mlxrl.train.step import Step, Steps
 from mlxrl.train.streaks import Streaks
 from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of
 from mlxrl.train.update import complete, optimizer_step, require_agreement
-from mlxrl.types import Algorithm, Group, Metrics, Task, Trajectory
+from mlxrl.types import Group, Metrics, Task, Trajectory
 
 SKIPS = 3
 """Updates in a row that may not be finite."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Step:
-    """What a step did: its metrics, the scored groups it learned from, and what went wrong.
-
-    index: from 0, as that from which everything random follows; `number` is what files and people count, from 1.
-    sampled: all groups that were sampled for it, where resampling left some out.
-    streaks: what has been so for a few steps, a line each.
-    """
-
-    index: int
-    metrics: Metrics
-    groups: tuple[Group, ...]
-    sampled: tuple[Group, ...] = ()
-    streaks: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", {**describe(self.sampled or self.groups), **self.metrics})
-
-    @property
-    def number(self) -> int:
-        """Which step of the run it is, from 1, as the console and the run's files count."""
-        return self.index + 1
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What did not go well, a line each."""
-        found = warnings_of(self.metrics, [one for group in self.sampled or self.groups for one in group])
-        return found + self.streaks
-
-    def __str__(self) -> str:
-        metrics, rate = self.metrics, self.metrics.get("rollout/tokens_per_second")
-        parts = [
-            f"step {self.number}",
-            f"reward {metrics['reward']:.3f}",
-            f"zero-variance groups {metrics['groups/zero_variance']:.0f} of {metrics['groups/sampled']:.0f}",
-            f"length {metrics['completions/mean_length']:.1f}",
-            f"truncated {metrics['completions/clipped_ratio']:.0%}",
-        ]
-        line = "  ".join([*parts, f"{rate:.0f} tokens/s"] if rate is not None else parts)
-        return "\n".join([line, *(f"  {warning}" for warning in self.warnings)])
-
-    __repr__ = __str__
-
-
 @dataclass(slots=True)
 class RunState:
-    """What lives from step to step besides the policy's adapters: all that a checkpoint holds.
+    """The training state besides the policy's adapters: what a checkpoint holds.
 
     step: of the run, the next to be taken; skipped: updates in a row, up to now, that were not finite.
     """
@@ -105,7 +63,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What every step of a run does, found once from the arguments of `run`."""
+    """The arguments of `run`, resolved once."""
 
     policy: Policy
     tasks: Sequence[Task]
@@ -148,9 +106,7 @@ def run(
         tasks: those of `mlxrl.tasks`, or what that reads; prompts that fill the model's context are left out.
         reward: a function of TRL's signature, several, or `Reward(functions=..., weights=..., overlong_buffer=...)`;
             None where a teacher alone teaches, or the environment gives the rewards.
-        environment: makes the environment of an episode; see `sample`.
-        teacher: see `update`.
-        optimizer: settings, or an optimizer of MLX's.
+        environment: see `sample`; teacher: see `update`; optimizer: settings, or an optimizer of MLX's.
         state: of a run that is continued; its optimizer is taken, and steps are counted from its step on.
     Raises:
         UserError: an argument is wrong or without effect; raised by the call itself.
@@ -161,49 +117,42 @@ def run(
     policy.require_trainable("run: policy")
     rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
     check_sample(rollout.group_size, environment, limits)
-    rewarded = bool(rewards.functions) or gives_rewards(environment)
+    settings = optimizer if isinstance(optimizer, Optimizer) else Optimizer()
     check_run(
-        algorithm, steps=steps, rollout=rollout, sampling=sampling, reward=shaped, train=train, rewarded=rewarded,
-        warmup_steps=optimizer.warmup_steps if isinstance(optimizer, Optimizer) else 0,
+        algorithm, steps=steps, rollout=rollout, sampling=sampling, reward=shaped, train=train,
+        warmup_steps=settings.warmup_steps, rewarded=bool(rewards.functions) or gives_rewards(environment),
         episodes=environment is not None,
     )  # fmt: skip
-    fitted = fitting_prompts(policy, tasks, sampling, environment)
-    check_tasks(len(fitted.tasks), rollout)
-    check_columns(rewards, list(fitted.tasks[0].columns))
-    tell_missing(rewards, fitted.tasks)
+    fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout)
     found = teacher_of(policy, algorithm, teacher)
     if environment is not None and found is not None and found.hint is not None:
         raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")
     algorithm = without_special_ids(algorithm, policy.tokenizer.all_special_ids)
-    sampling = replace(sampling, num_top=max(sampling.num_top, num_top(algorithm)))
-    norm = optimizer.max_grad_norm if isinstance(optimizer, Optimizer) else Optimizer().max_grad_norm
+    training = Training(
+        policy=policy, tasks=fitted.tasks, algorithm=algorithm, rewards=rewards, shaping=shaped,
+        environment=environment, teacher=found, rollout=rollout, limits=limits, train=train, seed=seed, steps=steps,
+        sampling=replace(sampling, num_top=max(sampling.num_top, num_top(algorithm))),
+        max_grad_norm=settings.max_grad_norm, left_out=fitted.left_out,
+    )  # fmt: skip
     if isinstance(optimizer, Optimizer):
         optimizer = make_optimizer(optimizer, steps, train.updates_per_rollout * train.minibatches)
-    training = Training(
-        policy, fitted.tasks, algorithm, rewards, shaped, environment, found, rollout, sampling, limits, train, norm,
-        seed, fitted.left_out, steps,
-    )  # fmt: skip
     return Steps(_steps(training, state or RunState(optimizer)))
 
 
-class Steps(Iterator[Step]):
-    """The steps of a run, each taken when it is asked for. A run that is dropped before its first step says so."""
-
-    def __init__(self, steps: Iterator[Step]) -> None:
-        self._steps, self._begun = steps, False
-
-    def __next__(self) -> Step:
-        self._begun = True
-        return next(self._steps)
-
-    def __del__(self) -> None:
-        if not self._begun:
-            why = "run: nothing was trained, because no step was asked for; write `for step in run(...): ...`"
-            warnings.warn(why, stacklevel=2)
+def _fitted(
+    policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None, rewards: Rewards,
+    rollout: Rollout,
+) -> Fitting:  # fmt: skip
+    """The tasks whose prompts fit, checked against the rewards and the size of a step."""
+    fitted = fitting_prompts(policy, tasks, sampling, environment)
+    check_tasks(len(fitted.tasks), rollout)
+    check_columns(rewards, list(fitted.tasks[0].columns))
+    tell_missing(rewards, fitted.tasks)
+    return fitted
 
 
 def _steps(training: Training, state: RunState) -> Iterator[Step]:
-    """The algorithm box: sample, score, credit, update."""
+    """A training step an iteration: sample, score, compute advantages, update."""
     rollout, seed, streaks = training.rollout, training.seed, Streaks(training.sampling, training.train)
     for index in range(state.step, training.steps):
         mx.reset_peak_memory()
@@ -219,7 +168,7 @@ def _steps(training: Training, state: RunState) -> Iterator[Step]:
         metrics |= _of_step(training, clock, found, groups)
         sampled = [one for group in found.sampled for one in group]
         yield Step(index, metrics, groups, found.sampled, streaks.step(metrics, sampled))
-        streaks.require_signal(index)
+        streaks.require_signal(index + 1)
 
 
 def _collect(
@@ -240,7 +189,7 @@ def _collect(
 
 
 def _scored(training: Training, streaks: Streaks, groups: Sequence[Group], index: int) -> Sequence[Group]:
-    """The groups with their rewards. A run goes on where none could be given, but for its ends, and a few times."""
+    """The groups with their rewards. A step without any ends the run at its first or last step, or the third time."""
     scored, fault = attempt(groups, training.rewards, TrainerState(index, training.steps))
     try:
         if fault is not None:
@@ -254,7 +203,7 @@ def _scored(training: Training, streaks: Streaks, groups: Sequence[Group], index
 
 
 def _shaped(groups: Sequence[Group], reward: Reward, max_tokens: int) -> tuple[Group, ...]:
-    """The groups with what the settings take off their rewards."""
+    """The groups after reward shaping."""
     if reward.overlong_buffer:
         options = (reward.overlong_buffer, reward.overlong_factor, reward.overlong_cap)
         groups = shaping.shape_overlong(groups, max_tokens, *options)
@@ -264,13 +213,13 @@ def _shaped(groups: Sequence[Group], reward: Reward, max_tokens: int) -> tuple[G
 
 
 def _updates(training: Training, state: RunState, groups: Sequence[Group], index: int) -> Iterator[Metrics]:
-    """Make the optimizer steps of a step. Before several, what they compare with is computed."""
+    """Make the updates of a step; before several, old and other log-probs are computed once."""
     if not groups:
         return
     policy, train, teacher = training.policy, training.train, training.teacher
     algorithm = at_step(training.algorithm, index)
     batch = make_batch(groups, algorithm, train)
-    require_agreement(policy, batch, f"step {index}")
+    require_agreement(policy, batch, f"step {index + 1}")
     if train.updates_per_rollout * min(train.minibatches, len(groups)) > 1:
         batch = complete(policy, batch, algorithm, algorithm.needs | {"old"}, teacher)
     for epoch in range(train.updates_per_rollout):
@@ -290,7 +239,7 @@ def _updates(training: Training, state: RunState, groups: Sequence[Group], index
 
 
 def _of_step(training: Training, clock: Clock, found: Resampled, groups: Sequence[Group]) -> Metrics:
-    """What a step cost, and what was made of what it sampled."""
+    """Timing, memory and group metrics of a step."""
     trajectories = [one for group in found.sampled for one in group]
     tokens = sum(one.length for one in trajectories)
     metrics: dict[str, Any] = {

@@ -31,18 +31,20 @@ from mlxrl.policy.lora import LoRA, adapt
 from mlxrl.policy.modes import decoding
 from mlxrl.policy.policy import Policy, as_policy
 from mlxrl.policy.skeleton import Skeleton
+from mlxrl.protocols import Algorithm
 from mlxrl.rollout.batching_mode import SLOTTED, mode_of
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.kv_cache import EqualLengthCache, PrefilledPrompt, SlotCache, capacity_for
 from mlxrl.rollout.prefill import prefill
 from mlxrl.rollout.sequence import Prompt, Request
-from mlxrl.settings import Config, Sampling
+from mlxrl.settings import Sampling
+from mlxrl.tables import Config
 from mlxrl.train.batch import SHARE_FROM, TOKENS_PER_PASS
 from mlxrl.train.gradient import gradient
 from mlxrl.train.teacher import Teacher
 from mlxrl.train.update import complete, optimizer_step
-from mlxrl.types import Algorithm, Batch, MicroBatch, Totals
+from mlxrl.types import Batch, MicroBatch, Totals
 
 PREFILL = 2048
 """Prompt tokens in one forward of a rollout."""
@@ -158,8 +160,8 @@ def extrapolated(
     if len(shares) == 1:
         return found[0]
     low, high = (one / share if curved else one for one, share in zip(found, shares, strict=True))
-    slope = (high - low) / (shares[1] - shares[0])
-    return high + (1 - shares[1]) * (np.maximum(slope, 0) if curved else slope)
+    growth = (high - low) / (shares[1] - shares[0])
+    return high + (1 - shares[1]) * (np.maximum(growth, 0) if curved else growth)
 
 
 def passes(
@@ -229,8 +231,8 @@ def rollout(whole: Skeleton, lora: LoRA, work: Work, sampling: Sampling, algorit
         return list(map(tuple, np.random.default_rng(0).integers(0, whole.vocabulary, size).tolist()))
 
     def phase(policy: Policy) -> list[float]:
-        def begun(_: int, share: float) -> list[int]:
-            return _begun(policy, prompts(few, chunk * share), work.rows)
+        def prefilling(_: int, share: float) -> list[int]:
+            return _prefilled(policy, prompts(few, chunk * share), work.rows)
 
         def decoded(_: int, share: float) -> list[int]:  # from where the caches grow for the last time
             capacity, answer = capacity_for(round(full * share)), math.ceil(work.answer * share)
@@ -238,7 +240,7 @@ def rollout(whole: Skeleton, lora: LoRA, work: Work, sampling: Sampling, algorit
             start = min(before - 4, capacity - 12 - 2 * answer)
             return _decoded(policy, prompts(1, start)[0], work.rows, draws, answer, max(64, round(PREFILL * share)))
 
-        start, rest = extrapolated(begun, 1, chunk, curved=True), extrapolated(decoded, 1, full)
+        start, rest = extrapolated(prefilling, 1, chunk, curved=True), extrapolated(decoded, 1, full)
         return [*start.tolist(), *rest.tolist()]
 
     found, (*_, in_flight, _, _, _) = measured(whole, lora, whole.vocabulary, phase)
@@ -255,7 +257,7 @@ def rollout(whole: Skeleton, lora: LoRA, work: Work, sampling: Sampling, algorit
     return {"first prompts": begin, "decoding": decoding, "answers": answers, "later prompts": late}
 
 
-def _begun(policy: Policy, prompts: Sequence[Prompt], rows: int) -> list[int]:
+def _prefilled(policy: Policy, prompts: Sequence[Prompt], rows: int) -> list[int]:
     """The peak of prompts, what their caches hold, what those of sequences hold, what is in flight as these fill."""
     mode, prefilled, peaks, kept = mode_of(policy), list[PrefilledPrompt](), list[int](), 0
     with decoding(policy) as merged:
@@ -272,8 +274,8 @@ def _begun(policy: Policy, prompts: Sequence[Prompt], rows: int) -> list[int]:
         for number, prompt in enumerate(prefilled[: min(2, rows)]):
             caches.place(range(number, rows, 2), prompt)
         mx.synchronize()
-        held = mx.get_active_memory()
-    return [min(peaks), kept, held - before, mx.get_peak_memory() - held]
+        resident = mx.get_active_memory()
+    return [min(peaks), kept, resident - before, mx.get_peak_memory() - resident]
 
 
 def _decoded(policy: Policy, prompt: Prompt, rows: int, sampling: Sampling, answer: int, chunk: int) -> list[int]:
@@ -291,9 +293,9 @@ def _decoded(policy: Policy, prompt: Prompt, rows: int, sampling: Sampling, answ
         return [*peaks, mx.get_peak_memory() - before]
 
     with decoding(policy) as merged, Engine(merged, max_rows=rows, prefill_chunk=chunk) as engine:
-        asked = [Request(prompt, key_of(0, row), sampling, stop_ids=(), keep=answer > 0) for row in range(rows)]
-        sequences = [engine.submit(request) for request in asked]
-        peak, held = max([0, *steps(engine)[2:]]), mx.get_active_memory() - before
+        wanted = [Request(prompt, key_of(0, row), sampling, stop_ids=(), keep=answer > 0) for row in range(rows)]
+        sequences = [engine.submit(request) for request in wanted]
+        peak, resident = max([0, *steps(engine)[2:]]), mx.get_active_memory() - before
         for sequence in sequences[: max(1, chunk // answer)] if answer else ():
             engine.extend(sequence, [1] * answer)
-        return [held, peak, max([0, *steps(engine)])]
+        return [resident, peak, max([0, *steps(engine)])]

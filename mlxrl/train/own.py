@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from mlxrl.errors import UserError, brief, exception_line
-from mlxrl.types import Algorithm, Group, Logprobs, Metrics, MicroBatch, Totals, Trajectory
+from mlxrl.protocols import Algorithm
+from mlxrl.types import Group, Logprobs, Metrics, MicroBatch, Totals, Trajectory
 
 T = TypeVar("T")
 PACKAGE = str(Path(__file__).parents[1])
@@ -21,7 +22,7 @@ def advantages_of(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[Seq
     """The advantages of groups.
 
     Raises:
-        UserError: they are of another shape than `types.Algorithm` says, or a user's code raises.
+        UserError: they are of another shape than `protocols.Algorithm` says, or a user's code raises.
     """
     found: Any = _called(algorithm, "advantages", lambda: algorithm.advantages(groups))
     if not _listed(found, len(groups)):

@@ -17,11 +17,12 @@ from mlxrl.policy.logprobs import hidden_at, logprobs, top_k
 from mlxrl.policy.modes import scoring
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.prefix import PrefixRun, with_prefix_runs
+from mlxrl.protocols import Algorithm
 from mlxrl.rollout.chat import check_thinking, render
 from mlxrl.train.batch import micro_batch as batched
 from mlxrl.train.minibatches import of_rows
 from mlxrl.train.sequences import sequence_of, up_to_sampled, with_prompt
-from mlxrl.types import Algorithm, Batch, Comparison, MicroBatch, Task, Trajectory
+from mlxrl.types import Batch, Comparison, MicroBatch, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

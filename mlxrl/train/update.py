@@ -17,9 +17,10 @@ from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import scoring
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.prefix import PrefixRun, with_prefix_runs
+from mlxrl.protocols import Algorithm
 from mlxrl.train.gradient import gradient
 from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of, with_teacher
-from mlxrl.types import Algorithm, Batch, Metrics, MicroBatch
+from mlxrl.types import Batch, Metrics, MicroBatch
 
 ROUNDING = {mx.bfloat16: 0.25, mx.float16: 0.03, mx.float32: 0.02}
 """Nats a token by which log-probs of equal weights may differ: for float32 on devices that multiply with fewer bits."""
