@@ -164,7 +164,7 @@ def _near(key: str, known: Mapping[str, Any], table: str = "") -> str:
 
 def _located(config: Config, folder: Path) -> Config:
     """Every path made absolute, so that the config means the same wherever its resolved text lies."""
-    data, teacher, world, model = config.data, config.teacher, config.environment, config.model
+    data, teacher, environment, model = config.data, config.teacher, config.environment, config.model
     evaluation = None if data.evaluation is None else _source(data.evaluation, folder, "evaluation")
     data = replace(data, train=_source(data.train, folder, "train"), evaluation=evaluation)
     model = replace(model, id=_model(model.id, folder))
@@ -174,13 +174,14 @@ def _located(config: Config, folder: Path) -> Config:
         teacher = replace(teacher, id=_model(teacher.id, folder, "teacher"))
     if teacher.adapter is not None:
         teacher = replace(teacher, adapter=_existing(teacher.adapter, folder, "teacher", "adapter", "folder"))
-    if world.factory is not None:
-        world = replace(world, factory=_within(("environment", "factory"), located, world.factory, folder))
+    if environment.factory is not None:
+        factory = _within(("environment", "factory"), located, environment.factory, folder)
+        environment = replace(environment, factory=factory)
     functions = tuple(_within(("reward", "functions"), located, name, folder) for name in config.reward.functions)
     sinks = tuple(_within(("run", "sinks"), located, name, folder) for name in config.run.sinks)
     home = None if config.run.folder is None else str(expanded(config.run.folder).absolute())
     return replace(
-        config, data=data, teacher=teacher, environment=world, algorithm=_algorithm(config.algorithm, folder),
+        config, data=data, teacher=teacher, environment=environment, algorithm=_algorithm(config.algorithm, folder),
         reward=replace(config.reward, functions=functions), run=replace(config.run, sinks=sinks, folder=home),
         model=model,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and lines of JSON that survive a kill."""
+"""Atomic writes, and append-only files of JSON lines."""
 
 from __future__ import annotations
 

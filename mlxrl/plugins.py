@@ -26,8 +26,8 @@ class PluginError(UserError):
 def find(name: str, folder: str | Path | None = None) -> Any:
     """What `module:name` or `file.py:name` names.
 
-    A file is a module by its own name, loaded once, whose folder is on the path: so its other users, its neighbours
-    and the processes that it starts find the same module. A module that is installed comes before a file of its name.
+    A file is a module by its own name, loaded once, whose folder is on the path: so its other users, files of the same
+    folder and the processes that it starts import the same module. An installed module comes before a file of its name.
 
     Args:
         folder: where files and modules are looked for before the current directory.

@@ -58,7 +58,7 @@ class Model:
 class LoRA:
     """Low-rank adapters y = W x + scale B A x (arXiv 2106.09685), the only weights that are trained."""
 
-    rank: Annotated[int, Meta(ge=1, le=65536), says("rank of B A")] = 8
+    rank: Annotated[int, Meta(ge=1, le=65536), says("LoRA rank: the rank of B A")] = 8
     scale: Annotated[float, Meta(gt=0, le=1e6), because("at 0 the adapter has no effect"), says("multiplies B A")] = 2.0
     dropout: Annotated[float, Meta(ge=0, lt=1), says("share of the adapter's inputs dropped in training")] = 0.0
     keys: Annotated[tuple[Text, ...] | None, says("layers by name; left out, every linear layer of the blocks")] = None
@@ -217,11 +217,11 @@ class Train:
         Count | None, says("tokens of a sequence, its prompt included, after which it is not trained on")
     ] = None
     recompute: Annotated[bool, says("gradient checkpointing: a third more time, far less memory")] = False
-    updates_per_rollout: Annotated[Some, says("epochs over the completions of a step")] = 1
+    updates_per_rollout: Annotated[Some, says("PPO epochs over the completions of a step")] = 1
     max_steps_without_signal: Annotated[
         Natural, says("steps in a row without a learning signal after which the run ends; 0 is off")
     ] = 0
-    minibatches: Annotated[Count, says("optimizer steps of an epoch, between which the groups are split anew")] = 1
+    minibatches: Annotated[Count, says("PPO minibatches of an epoch; the groups are split anew in each epoch")] = 1
 
 
 @checked("optimizer")

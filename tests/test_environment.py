@@ -184,7 +184,7 @@ def test_episodes_share_neither_task_nor_arguments():
 
 def test_what_fails_or_hangs_in_closing_is_reported_and_not_waited_for_again(monkeypatch):
     """While one of an earlier rollout hangs, 0.2 s are all that others get."""
-    monkeypatch.setattr(episodes, "PATIENCE", 0.6)
+    monkeypatch.setattr(episodes, "CLOSE_TIMEOUT", 0.6)
     free = threading.Event()
 
     class Stuck(Bare):

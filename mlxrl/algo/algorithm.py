@@ -21,7 +21,7 @@ PolicyLoss: TypeAlias = Callable[[mx.array, mx.array, mx.array, mx.array], Surro
 
 
 class Term:
-    """What is added to an algorithm: a frozen value of a subclass, which has one of `advantage`, `factor` and `loss`.
+    """A frozen value that adds to the advantages, weighs the policy loss or adds to the loss.
 
     Each takes the log-probs `new` of a micro-batch, and the micro-batch with its `old_logprobs`, and returns [B, T], or
     [B, 1] where a sequence has one value. needs: see `protocols.Algorithm`.
@@ -50,7 +50,7 @@ class Term:
         """Reduced as the policy loss is, and added to it times the term's `coefficient`."""
 
     def share(self, new: Logprobs, batch: MicroBatch, totals: Totals, reduction: Reduction) -> mx.array | None:
-        """The scalar that is added to the loss: its own for a term with denominators of its own."""
+        """The term's reduced contribution to the loss."""
         values = self.loss(new, batch)
         return None if values is None else getattr(self, "coefficient", 1.0) * reduction(values, batch.mask, totals)
 

@@ -1,6 +1,6 @@
-"""Credit: from the step's scored groups to advantages.
+"""Credit: advantage estimators, from the step's scored groups to advantages.
 
-Any function is a credit that takes the groups and returns, in their shape, a float for every trajectory or a list with
+Any function is one that takes the groups and returns, in their shape, a float for every trajectory or a list with
 a float for every token that the model sampled. A trajectory without a reward (NaN), or that ended in an error, has
 advantage 0 and is in no statistic. A credit may have two attributes: `uses_rewards`, whether it needs rewards (True if
 missing), and `compares`, what a trajectory is compared with: the others of its "group", which then needs two, those of

@@ -1,8 +1,8 @@
 """Importance ratios, and policy losses per token that are made of them.
 
 A policy loss takes log-probs new and old (nats), advantages and mask, [B, T] each, and returns the loss per token, to
-be minimised after `reduce`. The gradient flows through `new` alone. What stands under the mask reaches neither loss nor
-gradient, because masks come before exponentials and sums.
+be minimised after `reduce`. The gradient flows through `new` alone. What is where the mask is 0 reaches neither loss
+nor gradient, because masks come before exponentials and sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Clip: TypeAlias = Annotated[tuple[Share | None, NotNegative | None], _DISTANCES]
 ClosedClip: TypeAlias = Annotated[tuple[Share, NotNegative], _DISTANCES]
 Level: TypeAlias = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 SAFE = (-20.0, 20.0)
-"""Bounds of a log-ratio inside which its exponential is far from the end of float32."""
+"""Bounds of a log-ratio at which its exponential cannot overflow."""
 
 
 def clamp(values: mx.array, bounds: tuple[float | None, float | None] | None) -> mx.array:
@@ -41,7 +41,7 @@ def lengths(mask: PerToken) -> PerSequence:
 
 
 def log_ratio(new: PerToken, old: PerToken, mask: PerToken) -> PerToken:
-    """log pi_new / pi_old of every token (PPO, arXiv 1707.06347); 0 under the mask."""
+    """log pi_new / pi_old of every token (PPO, arXiv 1707.06347); 0 where the mask is."""
     return mx.where(mask > 0, new - mx.stop_gradient(old), 0.0)
 
 

@@ -85,7 +85,7 @@ OVER_THE_STEP = {
     "loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "advantages/abs_mean", "ratio/max",
     "sampling/importance_sampling_ratio/max", "echo/loss", "echo/coefficient",
 }  # fmt: skip
-"""What `finish` does not divide: over all tokens of the step, over observed ones, or a maximum."""
+"""Metrics that `finish` does not divide by the share of computed tokens."""
 
 
 def of_policy(surrogate: Surrogate, drift: PerToken, advantages: PerToken, mask: PerToken, totals: Totals) -> Metrics:

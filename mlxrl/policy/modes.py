@@ -9,7 +9,7 @@ A mode makes all its changes in one order, and undoes them in the opposite one, 
 one mode at a time: a mode inside another of the same model is an AssertionError. Scoring and training make the same
 numbers at the same weights, because both run what a gradient needs:
 
-1. The adapters go first, where they do: what is off the model is not changed by the rest.
+1. Adapters are taken off first, where they are: what is off the model is not changed by the rest.
 2. `train()`: mlx-lm's layers choose kernels with a gradient by it, and make router indices constants. Dropout layers
    stay in evaluation. Those of adapters drop where a `dropout` is given, which is a number: inputs of a layer are
    dropped by a mask [D] that is made of it and of the layer's place, for every token, in every pass. So neither

@@ -80,7 +80,7 @@ def hidden_states(policy: Policy, batch: MicroBatch, run: PrefixRun | None = Non
 
 
 def _caches(model: nn.Module) -> list[Any]:
-    """Fresh caches for a prefix, one a layer; NotImplementedError where one cannot carry it."""
+    """New caches for a prefix, one a layer; NotImplementedError where one cannot carry it."""
     from mlx_lm.models.cache import make_prompt_cache
 
     return [_differentiable(cache) for cache in make_prompt_cache(model)]

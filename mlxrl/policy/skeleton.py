@@ -22,7 +22,7 @@ from mlxrl.settings import LoRA
 FEW, SOME = 2, 6
 """Layers that stand for those of a model with more."""
 ROWS = 251
-"""Rows of a vocabulary that are made at random, and repeated: a number that no width is."""
+"""Rows of a vocabulary that are made at random, and repeated: 251, which is no layer's width."""
 
 
 class NotHere(UserError):

@@ -1,4 +1,4 @@
-"""How a model's sequences can be batched, found out by a check of its own forward against rows that decode together."""
+"""How a model's sequences can be batched, checked by its own forward against sequences that decode together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BatchingMode: TypeAlias = Literal["ragged", "uniform", "equal_length", "single"]
 SLOTTED: tuple[BatchingMode, ...] = ("ragged", "uniform")
 
 WARNINGS = {
-    "equal_length": "rows of different lengths do not decode together correctly; only rows of equal length are batched",
-    "single": "rows do not decode together correctly; they are decoded one by one",
+    "equal_length": "different lengths do not decode together correctly; only sequences of equal length are batched",
+    "single": "sequences do not decode together correctly; they are decoded one by one",
 }
 # Ids that every model has.
 RAGGED = ((1, 2, 0, 1, 2), (0, 2), (2, 0, 1, 1, 2, 0, 2))
@@ -28,7 +28,7 @@ JOINS = (1, 0, 2, 0, 1)
 
 
 def mode_of(policy: Policy) -> BatchingMode:
-    """The widest mode that is right for a model. It is checked once; what it cannot do is said once."""
+    """The fastest mode that is right for a model, checked once; a slower one is a warning."""
     if (mode := policy.memo.get("batching mode")) is None:
         mode = policy.memo["batching mode"] = check(policy)
         if mode in WARNINGS:
@@ -37,13 +37,13 @@ def mode_of(policy: Policy) -> BatchingMode:
 
 
 def check(policy: Policy) -> BatchingMode:
-    """The widest mode whose logits are those of each row alone."""
+    """The fastest mode whose logits are those of each sequence alone."""
     modes: tuple[BatchingMode, ...] = (*SLOTTED, "equal_length", "single")
     return next(mode for mode in modes if mode == "single" or _agrees(policy, mode))
 
 
 def _agrees(policy: Policy, mode: BatchingMode) -> bool:
-    """Feed given tokens to three rows at once, one of which leaves half way, and another joins where it can."""
+    """Feed given tokens to three sequences at once, one of which leaves half way, and another joins where it can."""
     prompts = EQUAL if mode == "equal_length" else RAGGED
     wanted = [_alone(policy, prompt, fed) for prompt, fed in zip(prompts, FED, strict=True)]
     wanted[1] = wanted[1][:2] + (_alone(policy, JOINS, FED[1][2:]) if mode in SLOTTED else [])

@@ -92,9 +92,9 @@ class DecodeSession:
 
 
 class Slots:
-    """Sequences that decode together, each in a slot: with their caches, and a state that the first of them begin.
+    """Sequences that decode together, each in a slot, with their caches and one state.
 
-    sequences: by slot, None where it is free; one that has ended leaves its slot to others unless it keeps it.
+    sequences: by slot, None where it is free; one that has ended frees its slot unless it is parked.
     slotted: whether they may be of different lengths.
     """
 

@@ -65,7 +65,7 @@ class Engine:
         self._started = False
 
     def submit(self, request: Request) -> Sequence:
-        """Let a request wait for a slot. One whose prompt fills the context has ended, with nothing drawn."""
+        """Let a request wait for a slot. One whose prompt fills the context ends at once with no tokens."""
         sequence = self._sequence(request)
         if sequence.stop is not None:
             self._ended.append(sequence)
@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do. Parked sequences, and those that wait for their slots, are no reason."""
+        """Whether a step has something to do. Parked sequences, and those that wait for their slots, do not count."""
         return bool(self._ended) or any(batch.busy for batch in self._batches.values())
 
     @property

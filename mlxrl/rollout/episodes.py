@@ -27,9 +27,9 @@ from mlxrl.settings import EpisodeLimits, Sampling
 from mlxrl.types import Feedback, Group, Stop, Task, Trajectory, Turn
 
 CLOSING = "mlxrl close"  # name of the threads that close environments
-PATIENCE = 5.0  # seconds that environments are given to close at the end
+CLOSE_TIMEOUT = 5.0  # seconds that environments are given to close at the end
 LINE = 300  # characters of a fault that are kept
-HURRIED = 0.2  # the same, where one of an earlier rollout still hangs
+SHORT_CLOSE_TIMEOUT = 0.2  # the same, where one of an earlier rollout still hangs
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class Episodes:
             Episode(number, task, EnvironmentHandle(environment, task, limits.timeout) if environment else None)
             for number, task in enumerate(task for task in tasks for _ in range(group_size))
         ]
-        self.closing, self.patience = Workers(limits.timeout, CLOSING), 0.0
+        self.closing, self.close_timeout = Workers(limits.timeout, CLOSING), 0.0
         self._firsts: dict[str, Chat] = {}
 
     def begin(self, engine: Engine, workers: Workers) -> None:
@@ -153,8 +153,8 @@ class Episodes:
             if episode.stop is None:
                 self._close(episode)
         hangs = any(one.name == CLOSING and one not in self.closing.threads for one in threading.enumerate())
-        self.patience = min(self.limits.timeout, HURRIED if hangs else PATIENCE)
-        self.closing.close(self.patience)
+        self.close_timeout = min(self.limits.timeout, SHORT_CLOSE_TIMEOUT if hangs else CLOSE_TIMEOUT)
+        self.closing.close(self.close_timeout)
 
     def _first(self, episode: Episode, observation: Observation) -> None:
         """Submit the first turn. Episodes of a task begin alike, so what they read is rendered once."""
@@ -213,7 +213,7 @@ class Episodes:
         """An episode that has ended, what its environment gave as a part of the reward."""
         made = Trajectory(
             episode.task, tuple(episode.turns), stop=stop, sampling=self.sampling, error=episode.error,
-            close_error=episode.closing.fault("close", self.patience) if episode.closing else "",
+            close_error=episode.closing.fault("close", self.close_timeout) if episode.closing else "",
         )  # fmt: skip
         return made if episode.environment is None or stop == "error" else earned(made)
 

@@ -75,7 +75,7 @@ class Layer:
         if self.size:
             return [array[number : number + 1] for array in arrays]
         if self.names and type(cache) is not SlotKeys and cache.offset > cache.keys.shape[2]:
-            # a window that has turned, which is of one prompt
+            # a sliding window that has rotated, which is of one prompt
             arrays = [cache._temporal_order(array)[..., -cache.size() :, :] for array in arrays]
             return [_padded(array, length - array.shape[2], 0) for array in arrays]
         return [array[number : number + 1, :, :length] for array in arrays]

@@ -18,7 +18,7 @@ Processor: TypeAlias = abc.Callable[[mx.array, mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """What a compiled step does alike for all its sequences.
+    """Sampling and stop settings that the sequences of a batch share.
 
     sampling: how they draw, without what each has of its own, as `max_tokens`. stop_ids: ids that end a sequence.
     think_start, think_end: ids around a block of thinking, none where the tokenizer has no such tokens.

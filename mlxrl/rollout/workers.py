@@ -86,11 +86,11 @@ class Workers:
                 self._changed.wait(TICK)
             return self._handed_out(over)
 
-    def close(self, patience: float = 0.0) -> None:
+    def close(self, timeout: float = 0.0) -> None:
         """Wait until all calls are over, but no longer than so many seconds, and let the threads end."""
         since = time.monotonic()
         with self._changed:
-            while len(self._over()) < len(self._calls) and time.monotonic() - since < patience:
+            while len(self._over()) < len(self._calls) and time.monotonic() - since < timeout:
                 self._changed.wait(TICK)
             for _ in range(self._free):
                 self._waiting.put(None)

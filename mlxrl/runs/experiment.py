@@ -122,11 +122,8 @@ class Experiment:
 
     def limits(self) -> EpisodeLimits:
         """What an episode may take."""
-        world = self.config.environment
-        return EpisodeLimits(
-            max_turns=world.max_turns, max_episode_tokens=world.max_episode_tokens, timeout=world.timeout,
-            invalid_penalty=world.invalid_penalty,
-        )  # fmt: skip
+        given = self.config.environment
+        return EpisodeLimits(**{one.name: getattr(given, one.name) for one in fields(EpisodeLimits)})
 
     def steps(self, policy: Policy, teacher: Teacher | None, state: RunState) -> Iterator[Step]:
         """The steps of training from a state on, each taken when it is asked for."""
@@ -184,12 +181,12 @@ def _with_adapter(settings: Config) -> Config:
 
 def _environment(settings: Config) -> Factory | None:
     """What makes the environments of episodes, None where the config names nothing."""
-    world = settings.environment
-    if world.factory is None:
+    given = settings.environment
+    if given.factory is None:
         return None
-    factory = _within(("environment", "factory"), plugins.find, world.factory)
-    _within(("environment",), check_factory, factory, world.arguments)
-    return plugins.Copying(factory, **world.arguments)
+    factory = _within(("environment", "factory"), plugins.find, given.factory)
+    _within(("environment",), check_factory, factory, given.arguments)
+    return plugins.Copying(factory, **given.arguments)
 
 
 def _sink(name: str) -> Sink:

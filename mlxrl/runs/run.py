@@ -225,12 +225,12 @@ def _reward(name: object, function: object) -> str:
 
 
 def _environment(experiment: Experiment) -> str:
-    world = experiment.config.environment
-    if world.factory is None:
+    given = experiment.config.environment
+    if given.factory is None:
         return ""
-    arguments = ", ".join(f"{name}={value!r}" for name, value in world.arguments.items())
-    most = "" if world.max_episode_tokens is None else f", at most {world.max_episode_tokens} tokens an episode"
-    return f"{near(world.factory)}({arguments}), at most {times(world.max_turns, 'turn')}{most}"
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.arguments.items())
+    most = "" if given.max_episode_tokens is None else f", at most {given.max_episode_tokens} tokens an episode"
+    return f"{near(given.factory)}({arguments}), at most {times(given.max_turns, 'turn')}{most}"
 
 
 def _teacher(experiment: Experiment) -> str:

@@ -18,7 +18,7 @@ from mlxrl.train.sequences import TokenSequence, sequences_of, shortened, with_p
 from mlxrl.types import Batch, Group, MicroBatch, Totals
 
 TOKENS_PER_PASS = 2048
-PASS = 48  # tokens that a forward and backward of any size costs beyond its own, as measured
+PASS = 48  # tokens' worth that a micro-batch of any size costs besides its own, as measured
 SHARE_FROM = 128  # prompt tokens saved, below which a pass of its own costs more than the repeated prompt
 
 

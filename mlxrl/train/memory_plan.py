@@ -46,8 +46,7 @@ from mlxrl.train.teacher import Teacher
 from mlxrl.train.update import complete, optimizer_step
 from mlxrl.types import Batch, MicroBatch, Totals
 
-PREFILL = 2048
-"""Prompt tokens in one forward of a rollout."""
+PREFILL = 2048  # prompt tokens in one forward of a rollout
 Optimizer: TypeAlias = Callable[[], optim.Optimizer]
 
 
@@ -74,9 +73,9 @@ class Work:
     @classmethod
     def of(cls, config: Config, prompt: int, context: int | None) -> Work:
         """What a step does: sequences are as long as all turns may be or the context, answers as a turn may be."""
-        each, run, world, train = config.sampling.max_tokens, config.rollout, config.environment, config.train
-        capacity, answers = max(1, (context or sys.maxsize) - prompt), world.max_turns - 1 if world.factory else 0
-        sampled = min(each * (1 + answers), world.max_episode_tokens or sys.maxsize, capacity)
+        each, run, episode, train = config.sampling.max_tokens, config.rollout, config.environment, config.train
+        capacity, answers = max(1, (context or sys.maxsize) - prompt), episode.max_turns - 1 if episode.factory else 0
+        sampled = min(each * (1 + answers), episode.max_episode_tokens or sys.maxsize, capacity)
         tokens = min(sampled + each * answers, capacity)
         return cls(
             tasks=run.tasks_per_step, group=run.group_size, prompt=prompt, tokens=tokens, sampled=sampled,

@@ -14,9 +14,10 @@ from mlxrl.types import Batch, MicroBatch
 
 
 def minibatches(batch: Batch, number: int, key: str) -> list[Batch]:
-    """Split a batch's groups into so many batches of an optimizer step each, as evenly as possible.
+    """Split a batch into PPO minibatches, one optimizer step each, by its groups, as evenly as possible.
 
-    What was computed for the sequences, as old log-probs, goes with them. No pass is larger than the batch's largest.
+    What was computed for the sequences, as old log-probs, goes with them. No micro-batch is larger than the largest of
+    the batch.
 
     Args:
         key: the order of the groups follows from it alone; one minibatch is the batch as it is.
