@@ -114,4 +114,4 @@ def test_two_or_three_arrays_are_kept_instead_of_four():
         return (mx.get_peak_memory() - before) / x.nbytes
 
     for rule, arrays in ((theirs.swiglu, 4), (variant(True), 3), (variant(False), 2)):
-        assert kept(rule, 24) - kept(rule, 12) == pytest.approx(12 * arrays, abs=3)
+        assert kept(rule, 24) - kept(rule, 12) == pytest.approx(12 * arrays, abs=5)  # MLX allocates a few ahead

@@ -64,3 +64,15 @@ def test_a_file_of_weights_that_is_cut_is_one_line(tmp_path):
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "could not be loaded: model.safetensors: not a whole safetensors file" in done.stderr
+
+
+def test_a_missing_answer_is_told_once(tmp_path):
+    rows = [json.loads(line) for line in (ROOT / "examples/arithmetic/train.jsonl").read_text().splitlines()[:4]]
+    del rows[1]["answer"]
+    rows[2]["question"] = "1+" * 400 + "1=?"  # fills the context
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    functions = 'reward.functions=["mlxrl.rewards:last_number_matches"]'
+    done = mlxrl(tmp_path / "run", "steps=1", f"data.train={tmp_path}/few.jsonl", functions, "run.evaluate_every=1")
+    assert done.returncode == 0
+    assert done.stderr.count("have no 'answer'") == done.stderr.count("1 of 4 examples have no 'answer'") == 1
+    assert done.stderr.count("1 of 4 are left out") == 1

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlxrl.policy.policy import Policy
 from mlxrl.rollout.kv_cache import EqualLengthCache, SlotCache
-from mlxrl.rollout.prefill import prefill
+from mlxrl.rollout.prefill import PREFILL_CHUNK, prefill
 
 BatchingMode: TypeAlias = Literal["ragged", "uniform", "equal_length", "single"]
 """In slots, and fed different numbers of tokens at once or one number at a time; at equal lengths; one by one."""
@@ -66,14 +66,14 @@ def _together(policy: Policy, mode: BatchingMode, prompts: Sequence[tuple[int, .
     lengths = mx.array([len(prompt) for prompt in prompts])
     caches.fit(16)
     together = [list(prompts)] if mode == "ragged" else [[prompt] for prompt in prompts]
-    prefilled = [one for batch in together for one in prefill(policy, batch, 2048)]
+    prefilled = [one for batch in together for one in prefill(policy, batch, PREFILL_CHUNK)]
     for row, one in enumerate(prefilled):
         caches.place([row], one)
     rows: list[list[mx.array]] = [[] for _ in prompts]
     live = [0, 1, 2]
     for turn, tokens in enumerate(zip(*FED, strict=True)):
         if turn == 2 and mode in SLOTTED:
-            caches.place([1], prefill(policy, [JOINS], 2048)[0])
+            caches.place([1], prefill(policy, [JOINS], PREFILL_CHUNK)[0])
             lengths[1] = len(JOINS)
         elif turn == 2:
             live = [0, 2]

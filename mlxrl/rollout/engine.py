@@ -19,7 +19,7 @@ from mlxrl.rollout.batching_mode import SLOTTED, BatchingMode, mode_of
 from mlxrl.rollout.compiled_step import DecodeSession, Slots
 from mlxrl.rollout.draw import Drawn
 from mlxrl.rollout.kv_cache import SlotCache
-from mlxrl.rollout.prefill import PrefixCache, context_of, shared_prefix
+from mlxrl.rollout.prefill import PREFILL_CHUNK, PrefixCache, context_of, shared_prefix
 from mlxrl.rollout.sequence import Prompt, Request, Sequence
 from mlxrl.rollout.stop_rules import Processor, StepRules, rules_of
 
@@ -40,7 +40,7 @@ class Engine:
         *,
         max_rows: int = 32,
         processors: abc.Sequence[Processor] = (),
-        prefill_chunk: int = 2048,
+        prefill_chunk: int = PREFILL_CHUNK,
         compiled: bool = True,
         mode: BatchingMode | None = None,
     ) -> None:

@@ -13,6 +13,7 @@ from mlxrl.policy.policy import Policy
 from mlxrl.rollout.kv_cache import PrefilledPrompt, SlotCache, flat
 from mlxrl.rollout.sequence import Prompt
 
+PREFILL_CHUNK = 2048  # prompt tokens in one forward pass
 WORTH = 256  # tokens that a shared prefix must save to be worth a forward pass more
 Item = TypeVar("Item")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxrl.algo.advantages import equal
 from mlxrl.checked import keywords
-from mlxrl.data import Source
+from mlxrl.data import Source, as_tasks
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.rewards.calls import TrainerState
@@ -104,12 +104,13 @@ def evaluate(
     """
     if tasks in ([], ()):
         raise UserError("evaluate", "wanted at least one task, got none")
+    tasks = as_tasks(tasks)
     fitted = fitting_prompts(policy, tasks, sampling, environment)
     rewards = rewards_of(reward)
     if environment is not None and not rewards.functions and not gives_rewards(environment):
         why = "wanted at least one function, got none; the environment gives no rewards"
         raise UserError("evaluate", "reward", why)
-    tell_missing(rewards, fitted.tasks)
+    tell_missing(rewards, tasks)
     groups = sample(
         policy, fitted.tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows,
         environment=environment, limits=limits,

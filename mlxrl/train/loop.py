@@ -14,7 +14,7 @@ from mlxrl.algo import shaping
 from mlxrl.algo.algorithm import at_step, num_top
 from mlxrl.algo.echo import without_special_ids
 from mlxrl.checked import Natural, checked_value, keywords
-from mlxrl.data import Source, indices_of
+from mlxrl.data import Source, as_tasks, indices_of
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.protocols import Algorithm
@@ -104,16 +104,14 @@ def run(
 
     Args:
         tasks: those of `mlxrl.tasks`, or what that reads; prompts that fill the model's context are left out.
-        reward: a function of TRL's signature, several, or `Reward(functions=..., weights=..., overlong_buffer=...)`;
-            None where a teacher alone teaches, or the environment gives the rewards.
+        reward: a function of TRL's signature, several, or a `Reward`; None where a teacher or an environment gives it.
         environment: see `sample`; teacher: see `update`; optimizer: settings, or an optimizer of MLX's.
         state: of a run that is continued; its optimizer is taken, and steps are counted from its step on.
     Raises:
-        UserError: an argument is wrong or without effect; raised by the call itself.
-        Diverged: three updates in a row were not finite.
+        UserError: an argument is wrong or without effect, by the call itself. Diverged: three updates were not finite.
     """
     check_types(rollout=rollout, sampling=sampling, limits=limits, train=train)
-    steps, seed = checked_value("run", "steps", Natural, steps), checked_value("run", "seed", Natural, seed)
+    steps, seed = (checked_value("run", name, Natural, value) for name, value in (("steps", steps), ("seed", seed)))
     policy.require_trainable("run: policy")
     rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
     check_sample(rollout.group_size, environment, limits)
@@ -124,9 +122,7 @@ def run(
         episodes=environment is not None,
     )  # fmt: skip
     fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout)
-    found = teacher_of(policy, algorithm, teacher)
-    if environment is not None and found is not None and found.hint is not None:
-        raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")
+    found = _teacher(policy, algorithm, teacher, environment)
     algorithm = without_special_ids(algorithm, policy.tokenizer.all_special_ids)
     training = Training(
         policy=policy, tasks=fitted.tasks, algorithm=algorithm, rewards=rewards, shaping=shaped,
@@ -139,15 +135,24 @@ def run(
     return Steps(_steps(training, state or RunState(optimizer)))
 
 
+def _teacher(policy: Policy, algorithm: Algorithm, given: TeacherLike, environment: Factory | None) -> Teacher | None:
+    """`teacher_of`, which has no hint where an environment writes the prompts."""
+    found = teacher_of(policy, algorithm, given)
+    if environment is not None and found is not None and found.hint is not None:
+        raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")
+    return found
+
+
 def _fitted(
     policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None, rewards: Rewards,
     rollout: Rollout,
 ) -> Fitting:  # fmt: skip
     """The tasks whose prompts fit, checked against the rewards and the size of a step."""
+    tasks = as_tasks(tasks)
     fitted = fitting_prompts(policy, tasks, sampling, environment)
     check_tasks(len(fitted.tasks), rollout)
     check_columns(rewards, list(fitted.tasks[0].columns))
-    tell_missing(rewards, fitted.tasks)
+    tell_missing(rewards, tasks)
     return fitted
 
 

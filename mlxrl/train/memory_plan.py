@@ -5,8 +5,8 @@ optimizer steps are run on it at small sizes, and the peaks that MLX reports are
 kind, in the sequences of a pass, and in the tokens of a sequence where these are many. No number here is fitted to a
 model or a machine. What is exact is counted: weights, adapters, optimizer state.
 
-The head makes at most `head.CHUNK` logits at a time, however large a pass is. So the vocabulary of a measured pass, of
-fewer sequences, is as small as makes its logits the share of it that they are of the whole one: all of it grows alike.
+The head makes at most `head.CHUNK` logits at a time. So the vocabulary of a measured pass, of fewer sequences, is
+cut by the same share.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mlxrl.rollout.batching_mode import SLOTTED, mode_of
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.kv_cache import EqualLengthCache, PrefilledPrompt, SlotCache, capacity_for
-from mlxrl.rollout.prefill import prefill
+from mlxrl.rollout.prefill import PREFILL_CHUNK, prefill
 from mlxrl.rollout.sequence import Prompt, Request
 from mlxrl.settings import Sampling
 from mlxrl.tables import Config
@@ -46,7 +46,6 @@ from mlxrl.train.teacher import Teacher
 from mlxrl.train.update import complete, optimizer_step
 from mlxrl.types import Batch, MicroBatch, Totals
 
-PREFILL = 2048  # prompt tokens in one forward of a rollout
 Optimizer: TypeAlias = Callable[[], optim.Optimizer]
 
 
@@ -219,9 +218,9 @@ def random_batch(
 
 def rollout(whole: Skeleton, lora: LoRA, work: Work, sampling: Sampling, algorithm: Algorithm) -> dict[str, float]:
     """Bytes of a rollout by what is run: first prompts, decode steps, answers, later prompts beside full caches."""
-    full, together = capacity_for(work.prompt + work.tokens + 1), max(1, PREFILL // work.prompt)
+    full, together = capacity_for(work.prompt + work.tokens + 1), max(1, PREFILL_CHUNK // work.prompt)
     first, later = -(-work.rows // work.group), max(0, work.tasks - work.rows // work.group)
-    few, chunk = min(together, max(2, 256 // work.prompt)), min(work.prompt, PREFILL)
+    few, chunk = min(together, max(2, 256 // work.prompt)), min(work.prompt, PREFILL_CHUNK)
     top = max(sampling.num_top, num_top(algorithm))
     draws = replace(sampling, max_tokens=min(5, work.tokens), min_tokens=0, stop_strings=(), num_top=top)
 
@@ -237,7 +236,8 @@ def rollout(whole: Skeleton, lora: LoRA, work: Work, sampling: Sampling, algorit
             capacity, answer = capacity_for(round(full * share)), math.ceil(work.answer * share)
             before = max((length for length in range(capacity) if capacity_for(length) < capacity), default=0)
             start = min(before - 4, capacity - 12 - 2 * answer)
-            return _decoded(policy, prompts(1, start)[0], work.rows, draws, answer, max(64, round(PREFILL * share)))
+            fed = max(64, round(PREFILL_CHUNK * share))
+            return _decoded(policy, prompts(1, start)[0], work.rows, draws, answer, fed)
 
         start, rest = extrapolated(prefilling, 1, chunk, curved=True), extrapolated(decoded, 1, full)
         return [*start.tolist(), *rest.tolist()]
@@ -263,7 +263,7 @@ def _prefilled(policy: Policy, prompts: Sequence[Prompt], rows: int) -> list[int
         for _ in range(2):  # the least of which is extrapolated: how far MLX is ahead differs
             prefilled.clear()
             before = _settled()
-            prefilled += prefill(merged, prompts, PREFILL)
+            prefilled += prefill(merged, prompts, PREFILL_CHUNK)
             mx.synchronize()
             peaks.append(mx.get_peak_memory() - before)
             kept = mx.get_active_memory() - before
