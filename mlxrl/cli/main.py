@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` is without the program's name."""
     with tolerant():
         arguments = _arguments(argv)
-        warnings.formatwarning = _warning_line
+        warnings.formatwarning = WarningLines()
         try:
             return _run(arguments)
         except (UserError, OSError) as error:
@@ -64,8 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
 
 
-def _warning_line(message: Warning | str, *_: object) -> str:
-    return f"mlxrl: {safe(' '.join(str(message).split()))}\n"
+class WarningLines:
+    """Warnings as lines, each once a command: libraries that are loaded reset what Python keeps of those it showed."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def __call__(self, message: Warning | str, *_: object) -> str:
+        line = f"mlxrl: {safe(' '.join(str(message).split()))}\n"
+        if line in self._shown:
+            return ""
+        self._shown.add(line)
+        return line
 
 
 def _run(arguments: argparse.Namespace) -> int:

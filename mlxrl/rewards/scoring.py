@@ -103,7 +103,7 @@ def tell_missing(rewards: Rewards, tasks: Sequence[Task]) -> None:
             lacking = [task for task in tasks if is_missing(task.columns.get(column))]
             if lacking:
                 what = f"no {column!r}, which reward {name_of(function)!r} wants; the first is {example_of(lacking[0])}"
-                warnings.warn(f"{len(lacking)} of {len(tasks)} examples have {what}", stacklevel=1)  # once a text
+                warnings.warn(f"{len(lacking)} of {len(tasks)} examples have {what}", stacklevel=2)
 
 
 def example_of(task: Task) -> str:
