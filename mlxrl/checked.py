@@ -200,6 +200,8 @@ def converted(hint: Any, value: Any) -> Any:
     if right:
         return made
     why = "a float32 is between 1.2e-38 and 3.4e38 in size" if _beyond(made) else _extra(hint, "why")
+    if isinstance(value, int) and value > LARGEST and any(meta.le == LARGEST for meta in _metas(hint, inside=True)):
+        why = f"at most {LARGEST:,}"
     near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else ""
     raise SettingError(f"wanted {wanted(hint)}, got {brief(value)}{near or (f'; {why}' if why else '')}")
 
@@ -264,7 +266,7 @@ def wanted(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(wanted(part) for part in arguments if part is not types.NoneType))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "a table"
+        return "a table" if arguments[1] is Any else f"a table, each {wanted(arguments[1])}"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return _listed(arguments)
     return _NAMES.get(hint) or getattr(hint, "__name__", str(hint))

@@ -14,6 +14,10 @@ from typing import Any, ClassVar, Self
 OPEN_FILES = 4096
 
 
+WIDEST = 1000
+"""Characters of a part of a message at most: a name or a value may be a whole file by mistake."""
+
+
 class UserError(ValueError):
     """Something the user can put right. Its text is one line: where, what was wanted, what was got, what to do.
 
@@ -24,7 +28,7 @@ class UserError(ValueError):
     exit_code: ClassVar[int] = 2
 
     def __init__(self, *parts: str) -> None:
-        self.parts = tuple(one_line(part) for part in parts if part)
+        self.parts = tuple(one_line(part, WIDEST) for part in parts if part)
         super().__init__(": ".join(self.parts))
 
     def within(self, *outer: str) -> Self:

@@ -176,7 +176,8 @@ def _with_adapter(settings: Config) -> Config:
         return settings
     from mlxrl.policy.adapter_folder import read, taken_over
 
-    return replace(settings, lora=taken_over(settings.lora, read(settings.model.adapter)))
+    adapter = _within(("model", "adapter"), read, settings.model.adapter)
+    return replace(settings, lora=taken_over(settings.lora, adapter))
 
 
 def _environment(settings: Config) -> Factory | None:
@@ -241,7 +242,7 @@ def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_
     for some in (tasks, held_out):
         if some:
             offered = list(dict.fromkeys(column for task in some for column in task.columns))
-            _within(("reward",), check_columns, rewards, offered)
+            _within(("reward", "functions"), check_columns, rewards, offered)
             tell_missing(rewards, some)
     if (hint := settings.teacher.hint) is not None:
         from mlxrl.train.teacher import hinted
