@@ -7,6 +7,7 @@ import json
 import os
 import resource
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, ClassVar, Self
@@ -70,7 +71,9 @@ def place_of(error: BaseException) -> str:
     for frame, line in reversed(list(walk_tb(error.__traceback__))):
         name = frame.f_code.co_filename
         if not name.startswith((package, library, "<frozen")) and "site-packages" not in name:
-            return f" ({name.removeprefix(f'{Path.cwd()}/')}, line {line})"
+            with suppress(OSError):  # the current directory has gone
+                name = name.removeprefix(f"{Path.cwd()}/")
+            return f" ({name}, line {line})"
     return ""
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from mlxrl.checked import Count, Natural, NotNegative, SettingError, Text, checked, says
+from mlxrl.checked import Count, Natural, NotNegative, Seed, SettingError, Text, checked, says
 from mlxrl.settings import (
     Dtype,
     EpisodeLimits,
@@ -122,7 +122,7 @@ class Run:
 class Config:
     """A run. Together with the seed it decides everything that is drawn."""
 
-    seed: Annotated[int, Meta(ge=0, le=2**32 - 1), says("from which everything random follows")] = 0
+    seed: Annotated[Seed, says("from which everything random follows")] = 0
     steps: Annotated[Count, says("steps of the run, each a rollout and its updates")] = 100
     model: Model
     lora: LoRA = field(default_factory=LoRA)

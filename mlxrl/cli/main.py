@@ -125,7 +125,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.version:
         from mlxrl.runs.facts import versions
 
-        parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
+        print(", ".join(f"{name} {version}" for name, version in versions().items()))
+        parser.exit()
     if unknown := next((word for word in rest if word.startswith("-")), None):
         parser.error(f"unknown option {unknown}{_meant(unknown)}")
     if arguments.command is None:

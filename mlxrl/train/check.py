@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mlxrl.checked import SettingError
-from mlxrl.errors import brief
 from mlxrl.protocols import Algorithm
-from mlxrl.settings import EpisodeLimits, Reward, Rollout, Sampling, Train
+from mlxrl.settings import Reward, Rollout, Sampling, Train
 
 
 def check_run(
@@ -62,18 +61,6 @@ def _overlong(buffer: int, limit: int, episodes: bool) -> str:
     if buffer and episodes:
         return "wanted 0 with an environment, whose turns have a limit each"
     return f"wanted at most sampling.max_tokens, {limit}, got {buffer}" if buffer > limit else ""
-
-
-KINDS = {"rollout": Rollout, "sampling": Sampling, "limits": EpisodeLimits, "train": Train}
-"""The arguments that are settings, and their classes."""
-
-
-def check_types(**given: object) -> None:
-    """SettingError for an argument that is no value of its class of settings."""
-    for name, value in given.items():
-        if not isinstance(value, KINDS[name]):
-            kind = KINDS[name].__name__
-            raise SettingError("run", name, f"wanted {kind}(...), got {brief(value)}")
 
 
 def check_tasks(count: int, rollout: Rollout, what: str = "tasks there are") -> None:

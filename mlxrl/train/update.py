@@ -11,6 +11,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from mlxrl.algo.reduce import finish
+from mlxrl.checked import keywords
 from mlxrl.errors import UserError
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.logprobs import logprobs
@@ -26,6 +27,7 @@ ROUNDING = {mx.bfloat16: 0.25, mx.float16: 0.03, mx.float32: 0.02}
 """Nats a token by which log-probs of equal weights may differ: for float32 on devices that multiply with fewer bits."""
 
 
+@keywords
 def update(
     policy: Policy,
     optimizer: optim.Optimizer,
