@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+from typing import Any
+
 from mlxrl.checked import SettingError
+from mlxrl.errors import brief
 from mlxrl.protocols import Algorithm
 from mlxrl.settings import Reward, Rollout, Sampling, Train
+
+NEEDS = dict.fromkeys(("reward", "old", "reference", "teacher", "entropy", "top_ids", "observations")).keys()
+"""What an algorithm may need; see `protocols.Algorithm`."""
 
 
 def check_run(
@@ -27,6 +34,7 @@ def check_run(
     Raises:
         SettingError: nothing could be learned with a setting, or it would have no effect.
     """
+    _check_members(algorithm)
     equal, parts, tasks = "makes a group's completions all equal and nothing is learned", train.minibatches, rollout
     faults = {
         ("sampling", "temperature"): sampling.temperature == 0 and f"wanted more than 0, got 0, which {equal}",
@@ -54,6 +62,17 @@ def check_run(
     for where, value in given.items():
         if value and "reward" not in algorithm.needs:
             raise SettingError(*where, f"has no effect, because {algorithm.name} does not use rewards")
+
+
+def _check_members(algorithm: Algorithm) -> None:
+    """SettingError for an algorithm whose name is no text, or that needs what there is not."""
+    name: Any = algorithm.name
+    needs: Any = algorithm.needs
+    if not isinstance(name, str):
+        raise SettingError("algorithm", "name", f"wanted a text, got {brief(name)}")
+    if not isinstance(needs, Set) or not needs <= NEEDS:
+        got = sorted(map(str, needs)) if isinstance(needs, Set) else needs
+        raise SettingError("algorithm", name, "needs", f"wanted a set of {', '.join(NEEDS)}, got {brief(got)}")
 
 
 def _overlong(buffer: int, limit: int, episodes: bool) -> str:
