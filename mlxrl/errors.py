@@ -39,10 +39,14 @@ class UserError(ValueError):
 
 def require_open_files() -> None:
     """UserError where a process may not open as many files as mlx-lm asks for when it is imported."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if os.geteuid() and most != resource.RLIM_INFINITY and most < OPEN_FILES:
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= OPEN_FILES:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now, OPEN_FILES))
+    except (OSError, ValueError):
         why = f"wanted at least {OPEN_FILES} open files, as mlx-lm asks for, got {most}; raise the limit"
-        raise UserError("ulimit -n", why)
+        raise UserError("ulimit -n", why) from None
 
 
 def one_line(text: object, width: int | None = None) -> str:
