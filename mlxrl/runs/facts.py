@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from platform import python_version
 from typing import TYPE_CHECKING, Any
 
 from mlxrl import __version__
+from mlxrl.data import digest as examples_digest
 
 if TYPE_CHECKING:
     from mlxrl.types import Task
@@ -58,11 +58,7 @@ def model_digests(source: str) -> dict[str, str]:
 
 def data_digest(source: str, tasks: Sequence[Task]) -> dict[str, Any]:
     """A data source, how many examples were taken of it, and a SHA-256 over them as they were understood."""
-    total = hashlib.sha256()
-    for task in tasks:
-        row = json.dumps([task.prompt, dict(task.columns)], sort_keys=True, default=str)
-        total.update(row.encode("utf-8", "backslashreplace") + b"\n")
-    return {"source": source, "examples": len(tasks), "sha256": total.hexdigest()}
+    return {"source": source, "examples": len(tasks), "sha256": examples_digest(tasks)}
 
 
 def digest(path: Path) -> str:

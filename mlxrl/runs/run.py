@@ -91,7 +91,7 @@ class Run:
             self._end("cancelled", [f"stopped; {self._adapter()}"])
             return 130
         if before is not None:
-            from mlxrl.train.evaluate import compare
+            from mlxrl.train.comparison import compare
 
             after = self._evaluate(evaluate, self.experiment.config.steps, "after training")
             self._record(after=after.summary(self.experiment.config.evaluation.success), **compare(before, after))
