@@ -66,8 +66,8 @@ def as_tasks(given: Sequence[Task] | Source) -> Sequence[Task]:
     return made if isinstance(given, list | tuple) and all(isinstance(one, Task) for one in made) else tasks(made)
 
 
-def digest(tasks: Iterable[Task]) -> str:
-    """SHA-256 over examples as they were understood, in their order."""
+def fingerprint(tasks: Iterable[Task]) -> str:
+    """SHA-256 over examples as they were understood: their prompts and columns, in their order."""
     total = hashlib.sha256()
     for task in tasks:
         total.update(_line(task).encode("utf-8", "backslashreplace") + b"\n")

@@ -62,7 +62,7 @@ def test_what_cannot_be_evaluated_or_compared_is_refused():
         evaluate(a_policy(), [], length)
     with pytest.raises(ValueError, match="evaluate: samples: wanted a whole number of at least 0, got -1"):
         evaluate(a_policy(), [Task("one")], length, samples=-1)
-    with pytest.raises(ValueError, match="evaluate: samples_temperature: wanted more than 0, got 0"):
+    with pytest.raises(ValueError, match="evaluate: samples_temperature: wanted at least 1e-06, got 0"):
         evaluate(a_policy(), [Task("one")], length, samples=2, samples_temperature=0)
     other = Evaluation((Trajectory(Task("0", {"answer": 1}), (), 1.0),))  # of the same prompt
     for strange in (evaluation([1.0, 0.0]), other):

@@ -12,7 +12,7 @@ from platform import python_version
 from typing import TYPE_CHECKING, Any
 
 from mlxrl import __version__
-from mlxrl.data import digest as examples_digest
+from mlxrl.data import fingerprint
 
 if TYPE_CHECKING:
     from mlxrl.types import Task
@@ -58,7 +58,7 @@ def model_digests(source: str) -> dict[str, str]:
 
 def data_digest(source: str, tasks: Sequence[Task]) -> dict[str, Any]:
     """A data source, how many examples were taken of it, and a SHA-256 over them as they were understood."""
-    return {"source": source, "examples": len(tasks), "sha256": examples_digest(tasks)}
+    return {"source": source, "examples": len(tasks), "sha256": fingerprint(tasks)}
 
 
 def digest(path: Path) -> str:

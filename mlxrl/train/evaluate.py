@@ -9,8 +9,8 @@ from functools import partial
 from statistics import fmean
 from typing import Annotated, Any
 
-from mlxrl.checked import Natural, Positive, at_most, checked_value, keywords
-from mlxrl.data import Source, as_tasks, digest
+from mlxrl.checked import Natural, at_most, checked_value, keywords
+from mlxrl.data import Source, as_tasks, fingerprint
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.rewards.calls import TrainerState
@@ -27,7 +27,7 @@ from mlxrl.rewards.scoring import (
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.sample import fitting_prompts, sample
-from mlxrl.settings import EpisodeLimits, Sampling
+from mlxrl.settings import EpisodeLimits, Sampling, Warm
 from mlxrl.train.comparison import Scores, pass_at, succeeds
 from mlxrl.train.metrics import require_finite
 from mlxrl.types import Group, Task, Trajectory
@@ -54,7 +54,7 @@ class Evaluation:
     @property
     def examples(self) -> str:
         """SHA-256 of the examples, in their order."""
-        return digest(one.task for one in self.trajectories)
+        return fingerprint(one.task for one in self.trajectories)
 
     @property
     def scores(self) -> Scores:
@@ -139,7 +139,7 @@ def evaluate(
     if tasks in ([], ()):
         raise UserError("evaluate", "wanted at least one task, got none")
     samples = checked_value("evaluate", "samples", Samples, samples)
-    samples_temperature = checked_value("evaluate", "samples_temperature", Positive, samples_temperature)
+    samples_temperature = checked_value("evaluate", "samples_temperature", Warm, samples_temperature)
     tasks = as_tasks(tasks)
     fitted = fitting_prompts(policy, tasks, sampling, environment)
     rewards = rewards_of(reward)
