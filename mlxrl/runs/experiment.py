@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxrl import algo, plugins
 from mlxrl.checked import SettingError
-from mlxrl.config import Origin, text
+from mlxrl.config import Origin, resolved, text
 from mlxrl.data import fingerprint
 from mlxrl.data import tasks as read_tasks
 from mlxrl.errors import UserError, did_you_mean
@@ -143,6 +143,12 @@ class Experiment:
             sampling=config.sampling, limits=self.limits(), train=config.train, optimizer=config.optimizer,
             seed=config.seed, state=state,
         )  # fmt: skip
+
+    def evaluation_settings(self) -> dict[str, Any]:
+        """The settings that an evaluation follows from, besides its policy and its examples."""
+        tables = resolved(self.config, self.table)
+        names = ("seed", "evaluation", "sampling", "reward", "environment")
+        return {name: tables[name] for name in names if name in tables}
 
     def evaluate(self, policy: Policy, tasks: Sequence[Task], step: int, samples: int = 0) -> Evaluation:
         """Evaluate a policy on examples after so many steps; samples: of each besides."""

@@ -42,6 +42,16 @@ class RunFolder:
         """Where the result goes; mlx-lm loads it."""
         return self.path / "adapters"
 
+    @property
+    def best(self) -> Path:
+        """Where adapters are that are the best on data.validation, as step-000050."""
+        return self.path / "best"
+
+    @property
+    def accepted(self) -> Path:
+        """Where the states are that a rejected adapter is taken back to, as step-000050."""
+        return self.path / "accepted"
+
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint after so many steps."""
         return self.path / "checkpoints" / f"step-{step:06d}"
@@ -71,9 +81,17 @@ class RunFolder:
         lines = "".join(traceback.format_exception(error))
         self.enter("failed", error=exception_line(error), traceback=lines)
 
-    def evaluation(self, evaluation: Mapping[str, Any]) -> None:
-        """Write evaluation.json: `before` and, once known, `after`, `difference` and `interval`."""
+    def record_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        """Write evaluation.json."""
         write_json(self.path / "evaluation.json", evaluation)
+
+    def evaluation(self) -> dict[str, Any]:
+        """What evaluation.json says; empty where there is none that can be read."""
+        try:
+            found = json.loads((self.path / "evaluation.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 class Taken(SettingError):
