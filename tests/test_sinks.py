@@ -119,7 +119,7 @@ def test_a_sink_is_a_function_of_a_step_or_an_object_with_some_of_the_methods():
     ("given", "message"),
     [
         (3, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, validation, end, got 3"),
-        (lambda: None, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, validation, end"),
+        (lambda: None, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, validation, "),
         (lambda: 1 / 0, "'m:f': cannot be made: ZeroDivisionError: division by zero"),
         (int, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, validation, end, got 0"),
         (SimpleNamespace(finish=print), "'m:f': wanted a function of a step, or an object with begin"),

@@ -12,7 +12,6 @@ from platform import python_version
 from typing import TYPE_CHECKING, Any
 
 from mlxrl import __version__
-from mlxrl.data import fingerprint
 
 if TYPE_CHECKING:
     from mlxrl.types import Task
@@ -58,6 +57,8 @@ def model_digests(source: str) -> dict[str, str]:
 
 def data_digest(source: str, tasks: Sequence[Task]) -> dict[str, Any]:
     """A data source, how many examples were taken of it, and a SHA-256 over them as they were understood."""
+    from mlxrl.data import fingerprint  # here, for the same reason
+
     return {"source": source, "examples": len(tasks), "sha256": fingerprint(tasks)}
 
 
