@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxrl.names import foreign
@@ -47,6 +48,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         from mlxrl.runs.facts import versions
 
         parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
+    if hasattr(arguments, "overrides"):
+        _locate_config(commands.choices[arguments.command], arguments)
     if unknown := next((word for word in rest if word.startswith("-")), None):
         parser.error(f"unknown option {unknown}{_meant(unknown)}")
     if arguments.command is None:
@@ -58,15 +61,32 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _locate_config(parser: Parser, arguments: argparse.Namespace) -> None:
+    """The config of a run that goes on, or is evaluated, is that in its folder."""
+    for name in ("resume", "run"):
+        folder = getattr(arguments, name, None)
+        if folder and arguments.config:
+            parser.error(f"--{name} takes the config of its run; leave --config out")
+        if folder:
+            arguments.config = str(Path(folder) / "config.toml")
+    if not arguments.config:
+        others = "".join(f" or --{name} RUN" for name in ("resume", "run") if hasattr(arguments, name))
+        parser.error(f"wanted --config FILE{others}")
+
+
 def _train(commands: Any) -> None:
     train = _with_config(commands, "train", "train adapters as a config says")
+    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, with its config")
     train.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
     _memory(train)
 
 
 def _eval(commands: Any) -> None:
     evaluate = _with_config(commands, "eval", "evaluate on a config's held-out examples")
-    evaluate.add_argument("--adapter", metavar="DIR", help="a saved adapter; else model.adapter, or none")
+    evaluate.add_argument("--run", metavar="RUN", help="a run's folder: its config, and the adapter that it made")
+    which = evaluate.add_mutually_exclusive_group()
+    which.add_argument("--adapter", metavar="DIR", help="a saved adapter; else that of the run, or model.adapter")
+    which.add_argument("--base", action="store_true", help="the model without an adapter")
 
 
 def _plan(commands: Any) -> None:
@@ -93,7 +113,7 @@ def _with_config(commands: Any, name: str, about: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.keyed = True
-    command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
+    command.add_argument("--config", metavar="FILE", help="a config in TOML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     return command
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlxrl import __version__
 
 if TYPE_CHECKING:
+    from mlxrl.runs.experiment import Experiment
     from mlxrl.types import Task
 
 WHOLE = 1 << 30
@@ -57,9 +58,17 @@ def model_digests(source: str) -> dict[str, str]:
 
 def data_digest(source: str, tasks: Sequence[Task]) -> dict[str, Any]:
     """A data source, how many examples were taken of it, and a SHA-256 over them as they were understood."""
-    from mlxrl.data import fingerprint  # here, for the same reason
+    from mlxrl.data import fingerprint
 
     return {"source": source, "examples": len(tasks), "sha256": fingerprint(tasks)}
+
+
+def data_digests(experiment: Experiment) -> list[dict[str, Any]]:
+    """The digests of what an experiment trains on, and of what it is evaluated on."""
+    data = experiment.config.data
+    held_out = ((data.evaluation, experiment.held_out), (data.validation, experiment.validation))
+    evaluated = [data_digest(source, tasks) for source, tasks in held_out if source is not None]
+    return [data_digest(data.train, experiment.tasks), *evaluated]
 
 
 def digest(path: Path) -> str:

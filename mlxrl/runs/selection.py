@@ -8,6 +8,8 @@ from typing import Any
 
 from mlxrl.train.comparison import Scores, compare
 
+COUNTS = ("step", "since", "accepted", "evaluated")
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -25,14 +27,15 @@ class Selection:
 
     def as_json(self) -> dict[str, Any]:
         """The selection as strict JSON."""
-        counts = {"step": self.step, "since": self.since, "accepted": self.accepted, "evaluated": self.evaluated}
-        return {"best": None if self.best is None else self.best.as_json(), **counts}
+        best = None if self.best is None else self.best.as_json()
+        return {"best": best, **{name: getattr(self, name) for name in COUNTS}}
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> Selection:
         """The selection that `as_json` made the value of; of nothing, that of a run that begins."""
         best = value.get("best")
-        return cls(**{**value, "best": None if best is None else Scores.of_json(best)})
+        counts = {name: int(value.get(name, 0)) for name in COUNTS}
+        return cls(None if best is None else Scores.of_json(best), **counts)
 
     def judged(self, step: int, scores: Scores, margin: float | None = None) -> tuple[Selection, dict[str, Any]]:
         """The selection after an evaluation, and what was found: `compare` of it with the best, and the decision.
