@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def save_rolling(
 ) -> Path:
     """Save a checkpoint in a folder of some, and then remove all but the newest `keep`."""
     path = folder / f"step-{state.step:06d}"
+    if path.exists() and not is_whole(path):
+        remove([path])
     if not path.exists():
         save(path, policy, state, algorithm, facts)
     remove(found(folder)[:-keep])
@@ -134,6 +137,13 @@ def read(folder: Path) -> Checkpoint:
             raise
         raise CheckpointError(str(folder), f"damaged: {one_line(error)}") from error
     return Checkpoint(folder, saved)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder is a checkpoint whose files are as they were saved."""
+    with suppress(CheckpointError):
+        return bool(read(folder))
+    return False
 
 
 def restore(
