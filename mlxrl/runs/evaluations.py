@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,6 +60,8 @@ class Evaluations:
         from mlxrl.policy.lora import with_leaves
 
         self.report = self._begun()
+        if "before" in self.report and not self.steps.state.step:
+            self._tell({name: value for name, value in self.report["before"].items() if name != "step"})
         if self.experiment.held_out and "before" not in self.report:
             with with_leaves(self.policy.model, self.policy.initial):
                 found = self._held_out(0, "before training")
@@ -166,11 +168,14 @@ class Evaluations:
         with self.busy(f"evaluating {len(experiment.held_out):,} held-out examples"):
             found = experiment.evaluate(self.policy, experiment.held_out, step, config.evaluation.samples)
         summary = found.summary(config.evaluation.success)
+        self._tell(summary, when)
+        self.folder.event("evaluation", when=when, step=step, **summary)
+        return found
+
+    def _tell(self, summary: Mapping[str, Any], when: str = "before training") -> None:
         with self.folder.writing():
             for sink in self.sinks:
                 sink.evaluation(when, summary)
-        self.folder.event("evaluation", when=when, step=step, **summary)
-        return found
 
     def _validate(self, when: str) -> bool:
         """Evaluate data.validation, and judge the adapter; whether it was taken back."""
