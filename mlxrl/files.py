@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -22,6 +23,12 @@ class StrictError(ValueError):
 def expanded(path: str | Path) -> Path:
     """A path whose `~` is the user's folder; that of a user who does not exist stays as it is."""
     return Path(os.path.expanduser(path))
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

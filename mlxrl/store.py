@@ -17,12 +17,11 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxrl.errors import UserError
-from mlxrl.files import expanded, sync
+from mlxrl.files import expanded, sha256, sync
 
 RULE = "mlxrl-tree-1"
 NAME = "sha256:"
@@ -86,12 +85,11 @@ def _paths(folder: Path) -> Iterator[str]:
 
 
 def _file(folder: Path, path: str) -> File:
-    with suppress(UnicodeEncodeError):
+    try:
         path.encode()
-        with (folder / path).open("rb") as opened:
-            sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
-            return File(path, opened.tell(), sha256)
-    raise StoreError(str(folder), f"the name {os.fsencode(path)!r} is not UTF-8")
+    except UnicodeEncodeError:
+        raise StoreError(str(folder), f"wanted names in UTF-8, got {os.fsencode(path)!r}") from None
+    return File(path, (folder / path).stat().st_size, sha256(folder / path))
 
 
 def place() -> Path:
@@ -105,6 +103,11 @@ def place() -> Path:
 def is_digest(name: object) -> bool:
     """Whether an adapter is named by its digest, `sha256:...`, and not by a path."""
     return str(name).startswith(NAME)
+
+
+def located(name: str, directory: Path) -> str:
+    """An adapter's name that means the same in every directory: its whole digest, or its path made absolute."""
+    return full_name(name) if is_digest(name) else str(directory / expanded(name))
 
 
 def full_name(name: str) -> str:

@@ -40,7 +40,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for add in (_train, _eval, _plan):
+    for add in (_train, _eval, _plan, _verify, _lineage):
         add(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
@@ -66,7 +66,9 @@ def _train(commands: Any) -> None:
 
 def _eval(commands: Any) -> None:
     evaluate = _with_config(commands, "eval", "evaluate on a config's held-out examples")
-    evaluate.add_argument("--adapter", metavar="DIR", help="a saved adapter; else model.adapter, or none")
+    evaluate.add_argument(
+        "--adapter", metavar="DIR", help="a saved adapter, or sha256:DIGEST; else model.adapter, or none"
+    )
 
 
 def _plan(commands: Any) -> None:
@@ -76,6 +78,23 @@ def _plan(commands: Any) -> None:
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     _memory(plan)
+
+
+def _verify(commands: Any) -> None:
+    verify = _on_name(commands, "verify", "compare a handoff.json with the files that it is about; 1 where one differs")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _lineage(commands: Any) -> None:
+    lineage = _on_name(commands, "lineage", "tell the adapters that an adapter came from")
+    lineage.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _on_name(commands: Any, name: str, about: str) -> Parser:
+    """A command about an adapter that has a handoff.json."""
+    command: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+    command.add_argument("name", metavar="FOLDER|DIGEST", help="a run's or an adapter's folder, or sha256:DIGEST")
+    return command
 
 
 def _memory(command: Parser) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from mlxrl.errors import UserError
-from mlxrl.files import expanded
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import near
+from mlxrl.store import located
 from mlxrl.text import safe
 
 
@@ -16,7 +16,7 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
     if experiment.config.data.evaluation is None:
         why = "missing key 'evaluation'; wanted the examples to evaluate on"
         raise UserError(experiment.origin.file, "data", why)
-    given = arguments.adapter and str(arguments.directory / expanded(arguments.adapter))
+    given = arguments.adapter and located(arguments.adapter, arguments.directory)
     adapter = given or experiment.config.model.adapter
     policy = experiment.load(trained=False, adapter=adapter)
     found = experiment.evaluator(policy)(0).summary(experiment.config.evaluation.success)

@@ -40,11 +40,13 @@ def lineage(name: str) -> list[Ancestor]:
     path = locate(name)[0]
     known = dict.fromkeys([path.parent.parent, Path("runs").absolute()])
     found = read(path)
-    line, seen = [Ancestor(found.adapter.sha256, found)], {found.adapter.sha256}
+    line, seen = [Ancestor(found.adapter.sha256, found)], {str(found.adapter.sha256)}
     while found is not None and found.parent is not None and len(line) < MOST:
         line.append(_ancestor(found.parent, known))
-        found = line[-1].handoff if line[-1].sha256 not in seen else None  # what changed no weight is its own parent
-        seen.add(line[-1].sha256)
+        found = (
+            line[-1].handoff if str(line[-1].sha256) not in seen else None
+        )  # what changed no weight is its own parent
+        seen.add(str(line[-1].sha256))
     return line
 
 

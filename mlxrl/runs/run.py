@@ -14,7 +14,7 @@ from mlxrl.awaiting import is_async
 from mlxrl.errors import UserError
 from mlxrl.rewards import RewardError
 from mlxrl.rewards.scoring import failures_of
-from mlxrl.runs import facts
+from mlxrl.runs import facts, handoff
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import RunFolder, near
 from mlxrl.runs.memory_limits import without_effect
@@ -85,7 +85,7 @@ class Run:
             self._record(before=before.summary(self.experiment.config.evaluation.success))
         with self.shutdown.graceful():
             self._train(policy, evaluate)
-        policy.save(self.folder.adapters)
+        self._save()
         if self.shutdown.requested:
             self.folder.enter("cancelled")
             self._end("cancelled", [f"stopped; {self._adapter()}"])
@@ -95,16 +95,18 @@ class Run:
 
             after = self._evaluate(evaluate, self.experiment.config.steps, "after training")
             self._record(after=after.summary(self.experiment.config.evaluation.success), **compare(before, after))
+        self._hand_over()
+        stored = handoff.keep(self.folder) if self.experiment.config.run.store else ""
         self.folder.enter("succeeded")
-        self._end("succeeded", self._next())
+        self._end("succeeded", [*self._next(), *([f"stored    {stored}"] if stored else [])])
         return 0
 
     def _begin(self) -> None:
         """Record what the run is made of, and begin the sinks."""
-        source, teacher = self.experiment.config.model.id, self.experiment.config.teacher.id
-        self.folder.record(model={"id": source, "files": facts.model_digests(source)})
+        model, teacher = self.experiment.config.model, self.experiment.config.teacher.id
+        self.folder.record(model=facts.model(model.id), parent=handoff.parent_of(model.adapter))
         if teacher not in (None, "base"):
-            self.folder.record(teacher={"id": teacher, "files": facts.model_digests(teacher)})
+            self.folder.record(teacher=facts.model(teacher))
         title = f"mlxrl {facts.versions()['mlxrl']}"
         lines = [*summary(self.experiment, self.policy.trainable_parameters), *self.lines]
         description = Description(title, lines, self.policy.adapted, self.experiment.config, self.folder.path)
@@ -163,8 +165,17 @@ class Run:
         state = self.state
         updated = state is not None and bool(state.optimizer.step > 0)
         if updated:
-            self.policy.save(self.folder.adapters)
+            self._save()
         return updated
+
+    def _save(self) -> None:
+        """Save the adapter, and say what it is."""
+        self.policy.save(self.folder.adapters)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        assert self.state is not None, "the run has taken no step"
+        handoff.write(self.folder, self.experiment.algorithm.name, self.state.step)
 
     def _adapter(self) -> str:
         return f"the adapter so far is in {near(self.folder.adapters)}"
