@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from mlxrl import store
 from mlxrl.errors import UserError, one_line
-from mlxrl.files import expanded, strict_json, write_json
+from mlxrl.files import StrictError, expanded, strict_json, write_json
 from mlxrl.runs.folder import RunFolder, near
 from mlxrl.store import HANDOFF, RULE, File, digest_of, files_of
 
@@ -206,6 +206,8 @@ def read_json(path: Path) -> Any:
     text = read_text(path)
     try:
         return strict_json(text)
+    except StrictError as error:
+        raise HandoffError(near(path), str(error)) from None
     except ValueError as error:
         raise HandoffError(near(path), f"wanted JSON: {one_line(error, 100)}") from None
 

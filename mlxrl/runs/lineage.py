@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,18 +40,16 @@ def lineage(name: str) -> list[Ancestor]:
     path = locate(name)[0]
     known = dict.fromkeys([path.parent.parent, Path("runs").absolute()])
     found = read(path)
-    line, seen = [Ancestor(found.adapter.sha256, found)], {str(found.adapter.sha256)}
+    line, seen = [Ancestor(found.adapter.sha256, found)], [found]
     while found is not None and found.parent is not None and len(line) < MOST:
-        line.append(_ancestor(found.parent, known))
-        found = (
-            line[-1].handoff if str(line[-1].sha256) not in seen else None
-        )  # what changed no weight is its own parent
-        seen.add(str(line[-1].sha256))
+        line.append(_ancestor(found.parent, known, seen))
+        found = line[-1].handoff
+        seen += [found] if found else []
     return line
 
 
-def _ancestor(parent: Parent, known: Iterable[Path]) -> Ancestor:
-    """A parent with its handoff.json, where one is found."""
+def _ancestor(parent: Parent, known: Iterable[Path], seen: Sequence[Handoff]) -> Ancestor:
+    """A parent with its handoff.json, where one is found; not those seen: a run that changed nothing has its digest."""
     if parent.sha256 is None:
         return Ancestor(None, None, f"{near(parent.adapter)} had no digest")
     faults: list[str] = []
@@ -61,7 +59,7 @@ def _ancestor(parent: Parent, known: Iterable[Path]) -> Ancestor:
         except HandoffError as error:
             faults.append(str(error))
             continue
-        if found.adapter.sha256 == parent.sha256:
+        if found.adapter.sha256 == parent.sha256 and found not in seen:
             return Ancestor(parent.sha256, found)
     return Ancestor(parent.sha256, None, faults[0] if faults else f"no {HANDOFF} of it here")
 
