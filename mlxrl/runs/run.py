@@ -85,20 +85,20 @@ class Run:
             self._record(before=before.summary(self.experiment.config.evaluation.success))
         with self.shutdown.graceful():
             self._train(policy, evaluate)
-        self._save()
+        policy.save(self.folder.adapters)
         if self.shutdown.requested:
+            stored = self._hand_over()
             self.folder.enter("cancelled")
-            self._end("cancelled", [f"stopped; {self._adapter()}"])
+            self._end("cancelled", [f"stopped; {self._adapter()}", *stored])
             return 130
         if before is not None:
             from mlxrl.train.evaluate import compare
 
             after = self._evaluate(evaluate, self.experiment.config.steps, "after training")
             self._record(after=after.summary(self.experiment.config.evaluation.success), **compare(before, after))
-        self._hand_over()
-        stored = handoff.keep(self.folder) if self.experiment.config.run.store else ""
+        stored = self._hand_over()
         self.folder.enter("succeeded")
-        self._end("succeeded", [*self._next(), *([f"stored    {stored}"] if stored else [])])
+        self._end("succeeded", [*self._next(), *stored])
         return 0
 
     def _begin(self) -> None:
@@ -165,17 +165,15 @@ class Run:
         state = self.state
         updated = state is not None and bool(state.optimizer.step > 0)
         if updated:
-            self._save()
+            self.policy.save(self.folder.adapters)
         return updated
 
-    def _save(self) -> None:
-        """Save the adapter, and say what it is."""
-        self.policy.save(self.folder.adapters)
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        assert self.state is not None, "the run has taken no step"
+    def _hand_over(self) -> list[str]:
+        """Write down what the adapter is, which is final, and put it into the store where the config says so."""
+        assert self.state is not None, "the run has taken its steps"
         handoff.write(self.folder, self.experiment.algorithm.name, self.state.step)
+        stored = handoff.keep(self.folder) if self.experiment.config.run.store else ""
+        return [f"stored    {stored}"] if stored else []
 
     def _adapter(self) -> str:
         return f"the adapter so far is in {near(self.folder.adapters)}"
