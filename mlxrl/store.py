@@ -37,7 +37,7 @@ class StoreError(UserError):
     """An adapter that has no digest, or that the store does not have."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class File:
     """A file of an adapter folder: its path there, its size in bytes, its SHA-256 in hex."""
 

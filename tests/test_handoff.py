@@ -147,11 +147,21 @@ def test_a_value_of_another_form_is_refused_in_one_line(tmp_path, whole, key):
     assert str(caught.value).startswith(f"handoff.json: {message}")
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "//x", "a/../../x", "", ".", "a//b", "./a", "a/", "a\0b"])
+OUTSIDE = ("../x", "/etc/passwd", "//x", "a/../../x", "", ".", "a//b", "./a", "a/", "a\0b", "\ud800")
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_files_outside_the_adapter_are_refused(tmp_path, whole, name):
     path = Path(shutil.copy(whole, tmp_path))
     rewrite(path, adapter__files__0__path=name)
     with pytest.raises(HandoffError, match=r"adapter: files: wanted paths in the adapter's folder, got "):
+        read(path)
+
+
+def test_a_file_that_stands_twice_is_refused(tmp_path, whole):
+    path = Path(shutil.copy(whole, tmp_path))
+    rewrite(path, adapter__files=json.loads(path.read_text())["adapter"]["files"] * 2)
+    with pytest.raises(HandoffError, match=r"adapter: files: 'adapter_config\.json' stands twice"):
         read(path)
 
 

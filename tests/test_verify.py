@@ -130,6 +130,19 @@ def test_a_source_and_a_model_without_digests_cannot_be_checked(tmp_path):
     assert detail("run", "evaluation") == "not run: no data"
 
 
+def test_files_that_cannot_be_read_are_not_checkable(tmp_path, monkeypatch):
+    ended(tmp_path / "run")
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(facts, "digest", closed)
+    assert outcomes("run") == dict.fromkeys(("data", "model"), "not checkable here")
+    assert (detail("run", "data"), detail("run", "model")) == (
+        "train.jsonl: Permission denied", "model: Permission denied",
+    )  # fmt: skip
+
+
 def test_a_big_file_is_compared_by_its_head_and_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "WHOLE", 4)
     ended(tmp_path / "run")

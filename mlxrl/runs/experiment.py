@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlxrl import algo, plugins
+from mlxrl import algo, plugins, store
 from mlxrl.checked import SettingError
 from mlxrl.config import Origin, text
 from mlxrl.data import tasks as read_tasks
@@ -64,6 +64,8 @@ class Experiment:
             _check_data_settings(settings, rewarded)
             _check_echo(settings, algorithm)
             _check_teacher(settings, algorithm)
+            if settings.run.store:
+                _within(("run", "store"), store.place)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         data = settings.data

@@ -55,7 +55,7 @@ def model(source: str, revision: str | None = None) -> dict[str, Any]:
     are no files.
     """
     if expanded(source).exists():
-        return {"id": source, "revision": None, "files": model_digests(source)}
+        return {"id": source, "revision": None, "files": model_digests(str(expanded(source)))}
     from mlxrl.policy.policy import folder_of
 
     folder = folder_of(source, revision)

@@ -7,7 +7,9 @@ write the adapter can write it too.
 from __future__ import annotations
 
 import os
+import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -192,13 +194,20 @@ def read(path: Path) -> Handoff:
 
 
 def _check(path: str, adapter: Adapter) -> None:
-    """HandoffError for files outside the adapter's folder, or that do not give its digest."""
-    for file in adapter.files:
-        parts = PurePosixPath(file.path).parts
-        if not parts or "/".join(parts) != file.path or ".." in parts or "\0" in file.path:
-            raise HandoffError(path, "adapter", "files", f"wanted paths in the adapter's folder, got {file.path!r}")
+    """HandoffError for files outside the adapter's folder, that stand twice, or that do not give its digest."""
+    names = [file.path for file in adapter.files]
+    if outside := [name for name in names if not _is_inside(name)]:
+        raise HandoffError(path, "adapter", "files", f"wanted paths in the adapter's folder, got {outside[0]!a}")
+    if twice := next((name for name, times in Counter(names).items() if times > 1), None):
+        raise HandoffError(path, "adapter", "files", f"{twice!r} stands twice")
     if (got := digest_of(adapter.files)) != adapter.sha256:
         raise HandoffError(path, "adapter", f"sha256: its files give {got}, not {adapter.sha256}")
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of a file below a folder, written in one way only."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and "/".join(parts) == name and ".." not in parts and not re.search("[\0\ud800-\udfff]", name)
 
 
 def read_json(path: Path) -> Any:

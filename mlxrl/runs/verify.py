@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from mlxrl.errors import UserError
 from mlxrl.runs import facts
 from mlxrl.runs.folder import near
 from mlxrl.runs.handoff import DataFile, Handoff, ModelFiles, locate, read, read_json, read_text
-from mlxrl.store import digest_of, files_of
+from mlxrl.store import File, digest_of, files_of
 
 Outcome = Literal["equal", "differs", "not checkable here"]
 
@@ -48,11 +48,13 @@ def _adapter(found: Handoff, folder: Path) -> Part:
         files = files_of(folder)
     except UserError as error:
         return Part("adapter", "differs", str(error))
-    wanted = {file.path: file.sha256 for file in found.adapter.files}
-    difference = _difference(wanted, {file.path: file.sha256 for file in files})
-    if difference or digest_of(files) != found.adapter.sha256:
+    if difference := _difference(_listed(found.adapter.files), _listed(files)):
         return Part("adapter", "differs", f"{near(folder)}: {difference}")
     return Part("adapter", "equal", f"{store.NAME}{found.adapter.sha256}, {_count(files, 'file')}")
+
+
+def _listed(files: Iterable[File]) -> dict[str, str]:
+    return {file.path: f"{file.size} bytes, {file.sha256}" for file in files}
 
 
 def _parent(found: Handoff) -> Part:
@@ -74,7 +76,10 @@ def _parent(found: Handoff) -> Part:
 
 
 def _model(part: str, given: ModelFiles) -> Part:
-    got = facts.model(given.id, given.revision)["files"]
+    try:
+        got = facts.model(given.id, given.revision)["files"]
+    except OSError as error:
+        return Part(part, "not checkable here", f"{near(given.id)}: {error.strerror}")
     name = f"{near(given.id)}{f' at {given.revision}' if given.revision else ''}"
     if not got or not given.files:
         why = "is not on this machine" if given.files else "had no files that could be read"
@@ -87,8 +92,11 @@ def _model(part: str, given: ModelFiles) -> Part:
 
 
 def _data(given: DataFile) -> Part:
-    got = facts.source_digest(given.source)
     name = near(given.source)
+    try:
+        got = facts.source_digest(given.source)
+    except OSError as error:
+        return Part("data", "not checkable here", f"{name}: {error.strerror}")
     if got is None or given.file is None:
         why = "is no file" if given.file is None else "is not on this machine"
         return Part("data", "not checkable here", f"{name} {why}")
