@@ -28,8 +28,7 @@ def ended(path: Path, weights: bytes = b"weights", parent: str | None = None, **
     model.mkdir(parents=True, exist_ok=True)
     (model / "model.safetensors").write_bytes(b"base")
     data.write_text('{"prompt": "1+1"}\n')
-    folder = claim(path)
-    folder.begin("seed = 0\n")
+    folder = claim(path, lambda _: "seed = 0\n")
     folder.record(
         versions=facts.versions(), data=[facts.data_digest(str(data), tasks(data))], model=facts.model(str(model)),
         parent=handoff.parent_of(parent), **changes,

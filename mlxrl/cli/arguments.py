@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxrl.names import foreign
@@ -47,6 +48,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         from mlxrl.runs.facts import versions
 
         parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
+    if hasattr(arguments, "overrides"):
+        _locate_config(commands.choices[arguments.command], arguments)
     if unknown := next((word for word in rest if word.startswith("-")), None):
         parser.error(f"unknown option {unknown}{_meant(unknown)}")
     if arguments.command is None:
@@ -58,8 +61,20 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _locate_config(parser: Parser, arguments: argparse.Namespace) -> None:
+    """The config of a run that goes on is that in its folder."""
+    resume = getattr(arguments, "resume", None)
+    if resume and arguments.config:
+        parser.error("--resume goes on with the config of its run; leave --config out")
+    if resume:
+        arguments.config = str(Path(resume) / "config.toml")
+    if not arguments.config:
+        parser.error("wanted --config FILE")
+
+
 def _train(commands: Any) -> None:
     train = _with_config(commands, "train", "train adapters as a config says")
+    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, with its config")
     train.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
     _memory(train)
 
@@ -112,7 +127,7 @@ def _with_config(commands: Any, name: str, about: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.keyed = True
-    command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
+    command.add_argument("--config", metavar="FILE", help="a config in TOML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     return command
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from mlxrl import __version__
 from mlxrl.files import expanded
 
 if TYPE_CHECKING:
+    from mlxrl.runs.experiment import Experiment
     from mlxrl.types import Task
 
 WHOLE = 1 << 30
@@ -77,11 +77,11 @@ def data_digest(source: str, tasks: Sequence[Task]) -> dict[str, Any]:
 
     The last is null for what is no file.
     """
-    total = hashlib.sha256()
-    for task in tasks:
-        row = json.dumps([task.prompt, dict(task.columns)], sort_keys=True, default=str)
-        total.update(row.encode("utf-8", "backslashreplace") + b"\n")
-    return {"source": source, "examples": len(tasks), "sha256": total.hexdigest(), "file": source_digest(source)}
+    from mlxrl.data import fingerprint
+
+    return {
+        "source": source, "examples": len(tasks), "sha256": fingerprint(tasks), "file": source_digest(source),
+    }  # fmt: skip
 
 
 def source_digest(source: str) -> str | None:
@@ -89,6 +89,13 @@ def source_digest(source: str) -> str | None:
     path = expanded(source)
     path = path / "train.jsonl" if path.is_dir() else path
     return digest(path) if path.is_file() else None
+
+
+def data_digests(experiment: Experiment) -> list[dict[str, Any]]:
+    """The digests of what an experiment trains on and of what it is evaluated on."""
+    data = experiment.config.data
+    held_out = [] if data.evaluation is None else [data_digest(data.evaluation, experiment.held_out)]
+    return [data_digest(data.train, experiment.tasks), *held_out]
 
 
 def digest(path: Path) -> str:
