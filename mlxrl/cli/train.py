@@ -13,9 +13,9 @@ from mlxrl.console import Console
 from mlxrl.policy.policy import Policy
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
-from mlxrl.runs.folder import RunFolder, claim, claim_free, free_folder, near, refuse_taken
+from mlxrl.runs.folder import RunFolder, claim, claim_free, free_folder, near, refuse_taken, run_folder
 from mlxrl.runs.memory_limits import limited
-from mlxrl.runs.resume import begin, folder_of, resumption
+from mlxrl.runs.resume import begin, resumption
 from mlxrl.runs.run import Run, summary
 from mlxrl.runs.shutdown import Shutdown
 from mlxrl.runs.sinks import MetricsFile, SamplesFile
@@ -52,7 +52,7 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
 
 def _resume(experiment: Experiment, arguments: argparse.Namespace) -> int:
     """Go on with a run in its own folder."""
-    folder = folder_of(arguments.resume)
+    folder = run_folder(arguments.resume)
     experiment = experiment.within(folder.path)
     with folder.locked(), Shutdown().listening() as shutdown, limited(experiment.config.memory):
         found = resumption(folder, experiment)

@@ -149,6 +149,18 @@ class RunFolder:
             write_json(self.path / "evaluation.json", evaluation)
 
 
+def run_folder(path: str | Path) -> RunFolder:
+    """The folder of a run.
+
+    Raises:
+        UserError: it is none.
+    """
+    folder = RunFolder(Path(path).absolute())
+    if not (folder.path / "config.toml").is_file():
+        raise UserError(near(folder.path), "no config.toml; wanted the folder of a run")
+    return folder
+
+
 class Taken(SettingError):
     """A folder with something in it."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mlxrl.config import read, resolved
@@ -41,8 +40,8 @@ class Resumption:
     def lines(self) -> list[tuple[str, str]]:
         """What is said of it, as labelled lines for people."""
         place = "its beginning; it has no whole checkpoint" if self.checkpoint is None else f"step {self.step}"
-        lines = [("resumed", f"from {place}")]
-        return [*lines, *(("damaged", line) for line in self.damaged), *(("changed", line) for line in self.changed)]
+        damaged = [("damaged", near(line)) for line in self.damaged]
+        return [("resumed", f"from {place}"), *damaged, *(("changed", line) for line in self.changed)]
 
 
 def resumption(folder: RunFolder, experiment: Experiment) -> Resumption:
@@ -123,15 +122,3 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
-
-
-def folder_of(path: str | Path) -> RunFolder:
-    """The folder of a run.
-
-    Raises:
-        UserError: it is none.
-    """
-    folder = RunFolder(Path(path).absolute())
-    if not (folder.path / "config.toml").is_file():
-        raise UserError(near(folder.path), "no config.toml; wanted the folder of a run")
-    return folder
