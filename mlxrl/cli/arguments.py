@@ -41,11 +41,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-<<<<<<< HEAD
-    for add in (_train, _eval, _plan, _verify, _lineage):
-=======
-    for add in (_train, _eval, _plan, _runs, _show, _cancel):
->>>>>>> main
+    for add in (_train, _eval, _plan, _runs, _show, _cancel, _verify, _lineage):
         add(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
@@ -99,22 +95,6 @@ def _plan(commands: Any) -> None:
     _memory(plan)
 
 
-<<<<<<< HEAD
-def _verify(commands: Any) -> None:
-    verify = _on_name(commands, "verify", "compare a handoff.json with the files that it is about; 1 where one differs")
-    verify.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _lineage(commands: Any) -> None:
-    lineage = _on_name(commands, "lineage", "tell the adapters that an adapter came from")
-    lineage.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _on_name(commands: Any, name: str, about: str) -> Parser:
-    """A command about an adapter that has a handoff.json."""
-    command: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    command.add_argument("name", metavar="FOLDER|DIGEST", help="a run's or an adapter's folder, or sha256:DIGEST")
-=======
 def _runs(commands: Any) -> None:
     runs = _plain(commands, "runs", "list the runs in a folder")
     runs.add_argument("folder", nargs="?", default="runs", help="the folder; left out, runs")
@@ -130,10 +110,24 @@ def _cancel(commands: Any) -> None:
     cancel.add_argument("run", metavar="RUN", help="the folder of a run")
 
 
+def _verify(commands: Any) -> None:
+    _on_name(commands, "verify", "compare a handoff.json with the files that it is about; 1 where one differs")
+
+
+def _lineage(commands: Any) -> None:
+    _on_name(commands, "lineage", "tell the adapters that an adapter came from")
+
+
+def _on_name(commands: Any, name: str, about: str) -> None:
+    """A command about an adapter that has a handoff.json."""
+    command = _plain(commands, name, about)
+    command.add_argument("name", metavar="FOLDER|DIGEST", help="a run's or an adapter's folder, or sha256:DIGEST")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _plain(commands: Any, name: str, about: str) -> Parser:
     """A command that reads no config."""
     command: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
->>>>>>> main
     return command
 
 
