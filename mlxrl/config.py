@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import tomli_w
 
+from mlxrl import store
 from mlxrl.checked import SettingError, hints_of, sentence_of, wanted
 from mlxrl.errors import UserError, brief, did_you_mean
 from mlxrl.files import expanded
@@ -169,11 +170,11 @@ def _located(config: Config, folder: Path) -> Config:
     data = replace(data, **{key: _source(source, folder, key) for key, source in sources.items()})
     model = replace(model, id=_model(model.id, folder))
     if model.adapter is not None:
-        model = replace(model, adapter=_existing(model.adapter, folder, "model", "adapter", "folder"))
+        model = replace(model, adapter=_adapter(model.adapter, folder, "model"))
     if teacher.id not in (None, "base"):
         teacher = replace(teacher, id=_model(teacher.id, folder, "teacher"))
     if teacher.adapter is not None:
-        teacher = replace(teacher, adapter=_existing(teacher.adapter, folder, "teacher", "adapter", "folder"))
+        teacher = replace(teacher, adapter=_adapter(teacher.adapter, folder, "teacher"))
     if environment.factory is not None:
         factory = _within(("environment", "factory"), located, environment.factory, folder)
         environment = replace(environment, factory=factory)
@@ -212,6 +213,13 @@ def _model(id: str, folder: Path, table: str = "model") -> str:
     if _found(id, folder) is None and not looks_like_path:
         return id
     return _existing(id, folder, table, "id", "folder or file")
+
+
+def _adapter(name: str, folder: Path, table: str) -> str:
+    """A path as an absolute one, an adapter of the store by its whole digest."""
+    if store.is_digest(name):
+        return _within((table, "adapter"), store.full_name, name)
+    return _existing(name, folder, table, "adapter", "folder")
 
 
 def _existing(name: str, folder: Path, table: str, key: str, kind: str) -> str:

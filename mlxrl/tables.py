@@ -63,7 +63,7 @@ class Teacher:
 
     id: Annotated[Text | None, says("model of the same vocabulary, or 'base': the model without adapters")] = None
     dtype: Annotated[Dtype | None, says("type of the teacher's weights")] = None
-    adapter: Annotated[Text | None, says("folder with an adapter of the teacher")] = None
+    adapter: Annotated[Text | None, says("the teacher's adapter: a folder, or sha256:DIGEST")] = None
     hint: Annotated[Text | None, says("column put after the prompt for the teacher alone")] = None
     thinking: Annotated[bool | None, says("the thinking switch of the hinted prompt")] = None
 
@@ -135,6 +135,9 @@ class Run:
         says("mean reward on data.validation that an adapter may lose, or it is taken back; left out, off"),
     ] = None
     samples_every: Annotated[Natural, says("steps between two samples on the console; 0 for none")] = 10
+    store: Annotated[
+        bool, says("the adapter is put into the store of adapters too, $MLXRL_STORE or ~/.mlxrl/adapters")
+    ] = False
     sinks: Annotated[
         tuple[Text, ...], says("`module:name` or `file.py:name`: further sinks, which receive every step")
     ] = ()

@@ -584,7 +584,8 @@ def test_a_run_stays_where_it_began(folder, capsys):
     assert train(folder, on_step="import os; os.chdir(os.path.dirname(__file__) + '/elsewhere')") == 0
     assert manifest(folder)["state"] == "succeeded"
     names = {"adapters", "checkpoints", "config.toml", "evaluation.json", "events.jsonl", "lock", "manifest.json"}
-    assert {path.name for path in (folder / "out/run").iterdir()} == names | {"metrics.jsonl", "samples.jsonl"}
+    names |= {"handoff.json", "metrics.jsonl", "samples.jsonl"}
+    assert {path.name for path in (folder / "out/run").iterdir()} == names
     assert not list((folder / "elsewhere/out/run").iterdir())
     assert f"--adapter-path {folder}/out/run/adapters" in capsys.readouterr().out
 

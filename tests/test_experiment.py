@@ -90,6 +90,13 @@ def test_an_override_is_refused_in_one_line(folder, override, message):
     assert message in refused(folder, "rollout.tasks_per_step=1", override)
 
 
+def test_a_store_that_means_another_place_in_each_directory_is_refused_before_a_run(folder, monkeypatch):
+    monkeypatch.setenv("MLXRL_STORE", "adapters")
+    assert experiment(folder).config.run.store is False
+    why = "run: store: MLXRL_STORE: wanted an absolute path, got 'adapters'"
+    assert refused(folder, "rollout.tasks_per_step=1", "run.store=true") == f"command line: {why}"
+
+
 OPD = ("algorithm.name=opd", "teacher.hint=answer")
 REFUSED_TEACHERS = {
     "teacher.id=base": "teacher: id: 'base' is what training starts from, so nothing is learned; wanted a hint, or",

@@ -41,7 +41,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for add in (_train, _eval, _plan, _runs, _show, _cancel):
+    for add in (_train, _eval, _plan, _runs, _show, _cancel, _verify, _lineage):
         add(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
@@ -85,7 +85,9 @@ def _eval(commands: Any) -> None:
     evaluate = _with_config(commands, "eval", "evaluate on a config's held-out examples")
     evaluate.add_argument("--run", metavar="RUN", help="a run's folder: its config, and the adapter that it made")
     which = evaluate.add_mutually_exclusive_group()
-    which.add_argument("--adapter", metavar="DIR", help="a saved adapter; else that of the run, or model.adapter")
+    which.add_argument(
+        "--adapter", metavar="DIR", help="a saved adapter, or sha256:DIGEST; else that of the run, or model.adapter"
+    )
     which.add_argument("--base", action="store_true", help="the model without an adapter")
 
 
@@ -111,6 +113,21 @@ def _show(commands: Any) -> None:
 def _cancel(commands: Any) -> None:
     cancel = _plain(commands, "cancel", "ask a run to end after its present step")
     cancel.add_argument("run", metavar="RUN", help="the folder of a run")
+
+
+def _verify(commands: Any) -> None:
+    _on_name(commands, "verify", "compare a handoff.json with the files that it is about; 1 where one differs")
+
+
+def _lineage(commands: Any) -> None:
+    _on_name(commands, "lineage", "tell the adapters that an adapter came from")
+
+
+def _on_name(commands: Any, name: str, about: str) -> None:
+    """A command about an adapter that has a handoff.json."""
+    command = _plain(commands, name, about)
+    command.add_argument("name", metavar="FOLDER|DIGEST", help="a run's or an adapter's folder, or sha256:DIGEST")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _plain(commands: Any, name: str, about: str) -> Parser:

@@ -11,6 +11,7 @@ from mlxrl.files import expanded
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import RunFolder, near
+from mlxrl.store import located
 from mlxrl.text import safe
 from mlxrl.train.comparison import Scores
 
@@ -42,7 +43,7 @@ def _subject(experiment: Experiment, arguments: argparse.Namespace, folder: RunF
     """The adapter to evaluate, None for the base model, and the name of a run's evaluation of it, "" for none."""
     start = experiment.config.model.adapter
     if arguments.adapter:
-        return str(arguments.directory / expanded(arguments.adapter)), ""
+        return located(arguments.adapter, arguments.directory), ""
     if arguments.base:
         return None, "before" if start is None else ""
     return (start, "") if folder is None else (str(folder.adapters), "after")

@@ -128,7 +128,8 @@ def load(
     Args:
         lora: the adapters; None leaves the model frozen, for a reference or a teacher.
         dtype: of the weights; None keeps that of the files. A `.gguf` file is dequantised to it.
-        adapter: a folder that a run or mlx-lm has saved, whose weights and settings are taken over in place of `lora`.
+        adapter: a folder that a run or mlx-lm has saved, or `sha256:DIGEST` of the store, whose weights and settings
+            are taken over in place of `lora`.
         seed: of the adapters' initial values.
     Raises:
         UserError: the model cannot be had, or a key of `lora` matches nothing.
@@ -204,8 +205,11 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
     return loaded
 
 
-def folder_of(id: str) -> Path | None:
-    """The folder of a model that is on this machine, also of an id that was fetched before; None where it is not."""
+def folder_of(id: str, revision: str | None = None) -> Path | None:
+    """The folder of a model that is on this machine, also of an id that was fetched before; None where it is not.
+
+    revision: of a Hugging Face id; None for the one that was fetched last.
+    """
     path = expanded(id)
     if path.exists() or id.count("/") != 1:
         return path if path.is_dir() else None
@@ -213,7 +217,7 @@ def folder_of(id: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(id, local_files_only=True))
+        return Path(snapshot_download(id, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
 

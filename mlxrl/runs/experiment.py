@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlxrl import algo, plugins
+from mlxrl import algo, plugins, store
 from mlxrl.checked import SettingError
 from mlxrl.config import Origin, resolved, text
 from mlxrl.data import fingerprint
@@ -68,6 +68,8 @@ class Experiment:
             _check_validation(settings)
             _check_echo(settings, algorithm)
             _check_teacher(settings, algorithm)
+            if settings.run.store:
+                _within(("run", "store"), store.place)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         data = settings.data

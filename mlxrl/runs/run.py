@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mlxrl.awaiting import is_async
 from mlxrl.errors import UserError, one_line
 from mlxrl.rewards.scoring import failures_of
-from mlxrl.runs import facts
+from mlxrl.runs import facts, handoff
 from mlxrl.runs.evaluations import Busy, Evaluations, due
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import FolderError, RunFolder, claim_free, near
@@ -81,21 +81,23 @@ class Run:
         unmoved = self._unmoved()
         lines = self._keep()
         if self.shutdown.requested:
+            lines = [*self._hand_over(), *lines]
             self.folder.enter("cancelled", reason=self.shutdown.reason)
             self._end("cancelled", ["stopped", *unmoved, *lines])
             return 130
         evaluations.after()
+        stored = self._hand_over()
         self.folder.enter("succeeded")
-        self._end("succeeded", [*unmoved, *evaluations.lines(), *self._result()])
+        self._end("succeeded", [*unmoved, *evaluations.lines(), *self._result(), *stored])
         return 0
 
     def _begin(self) -> None:
         """Record what the run is made of, and begin the sinks."""
-        source, teacher = self.experiment.config.model.id, self.experiment.config.teacher.id
+        model, teacher = self.experiment.config.model, self.experiment.config.teacher.id
         with self.folder.writing():
-            self.folder.record(model={"id": source, "files": facts.model_digests(source)})
+            self.folder.record(model=facts.model(model.id), parent=handoff.parent_of(model.adapter))
             if teacher not in (None, "base"):
-                self.folder.record(teacher={"id": teacher, "files": facts.model_digests(teacher)})
+                self.folder.record(teacher=facts.model(teacher))
         title = f"mlxrl {facts.versions()['mlxrl']}"
         lines = [*summary(self.experiment, self.policy.trainable_parameters), *self.lines]
         description = Description(title, lines, self.policy.adapted, self.experiment.config, self.folder.path)
@@ -154,6 +156,15 @@ class Run:
     @property
     def _taken(self) -> int:
         return 0 if self.steps is None else self.steps.state.step
+
+    def _hand_over(self) -> list[str]:
+        """Write down what the adapter is, which is final, and put it into the store where the config says so."""
+        if self.steps is None or self.steps.state.step == 0:
+            return []
+        with self.folder.writing():
+            handoff.write(self.folder, self.experiment.algorithm.name, self.steps.state.step)
+        stored = handoff.keep(self.folder) if self.experiment.config.run.store else ""
+        return [f"stored    {stored}"] if stored else []
 
     def _stopped(self) -> int:
         """The end of a run that was stopped at once."""
