@@ -78,8 +78,8 @@ class DataFile:
 class Handoff:
     """What handoff.json holds.
 
-    config: the resolved config, as config.toml has it. evaluation: as evaluation.json has it, without the scores of each
-    example.
+    config: the resolved config, as config.toml has it. evaluation: as evaluation.json has it, without the scores of
+    each example.
     """
 
     format: Literal["mlxrl-handoff-1"]
