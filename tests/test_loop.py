@@ -114,6 +114,37 @@ def test_a_model_whose_passes_are_not_what_it_samples_from_is_refused():
     assert len(list(run(a_policy(), TASKS, grpo(), **options))) == 1
 
 
+LONG = Task("a prompt that is long enough for its completions to share it in one pass, and some more words, and more")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("train", [Train(), Train(updates_per_rollout=2), Train(minibatches=2)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_every_pass_of_the_first_step_is_compared(shared, train, dropout):
+    """One kind of pass is another function than decoding, that of one or other of the two prompts."""
+    p, off = a_policy(move=dropout == 0, dropout=dropout), list[int]()
+
+    def trunk(tokens: mx.array, cache: Any = None) -> mx.array:
+        wrong = p.model.training and tokens.shape[0] > 1 and (cache is not None) == shared
+        off.append(wrong)
+        return p.head.trunk(tokens, cache) * (0.7 if wrong else 1.0)
+
+    other = replace(p, head=replace(p.head, trunk=trunk))
+    options: Any = {"reward": length, "steps": 1, "rollout": Rollout(tasks_per_step=2, group_size=4)}
+    options |= {"sampling": Sampling(max_tokens=6), "train": train}
+    before = {name: mx.array(value) for name, value in flat(p.model.trainable_parameters()).items()}
+    with pytest.raises(ValueError, match=r"step 1: fresh samples of .* differ by 0\.\d+ nats"):
+        list(run(other, [LONG, Task("hi")], grpo(), **options))
+    assert off.count(True) == 1 + (dropout > 0 and train != Train())  # old log-probs are under dropout
+    assert all(mx.array_equal(value, before[name]) for name, value in flat(p.model.trainable_parameters()).items())
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_passes_agree_under_dropout_too(moves):
+    p = a_policy(move=moves, dropout=0.5)
+    assert len(list(run(p, TASKS, grpo(), reward=length, steps=1, rollout=PAIRS, sampling=Sampling(max_tokens=6)))) == 1
+
+
 def test_dropout_follows_from_the_seed_and_old_and_new_drop_the_same():
     def trained(seed: int, noise: int, start: int = 0, **train: Any) -> tuple[list[Any], Any]:
         mx.random.seed(noise)

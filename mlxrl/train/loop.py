@@ -224,9 +224,9 @@ def _updates(training: Training, state: RunState, groups: Sequence[Group], index
     policy, train, teacher = training.policy, training.train, training.teacher
     algorithm = at_step(training.algorithm, index)
     batch = make_batch(groups, algorithm, train)
-    require_agreement(policy, batch, f"step {index + 1}")
     if train.updates_per_rollout * min(train.minibatches, len(groups)) > 1:
         batch = complete(policy, batch, algorithm, algorithm.needs | {"old"}, teacher)
+    require_agreement(policy, batch, f"step {index + 1}")
     for epoch in range(train.updates_per_rollout):
         for part in minibatches(batch, train.minibatches, f"{training.seed}:{index}:{epoch}"):
             metrics = optimizer_step(
