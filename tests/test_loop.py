@@ -364,6 +364,22 @@ def test_tasks_may_be_rows_or_a_generator_and_prompts_that_fill_the_context_are_
         run(p, rows[1:2], grpo(), reward=length, steps=1, rollout=rollout)
 
 
+def test_hints_that_fill_the_teachers_context_are_left_out_and_counted():
+    p = as_policy(dense(max_position_embeddings=64), tokenizer(), lora=LoRA(rank=2))
+    rows = [{"prompt": text, "hint": hint} for text, hint in (("1+1", "2"), ("1+2", "3" * 60), ("2+2", "4"))]
+    options: Any = {"steps": 1, "rollout": Rollout(tasks_per_step=2, group_size=2), "teacher": Teacher(hint="hint")}
+    with pytest.warns(
+        UserWarning, match=r"example 2: the teacher's prompt, with 'hint', of 69 tokens .* 1 of 3 are le"
+    ):
+        (step,) = run(p, rows, opd(), sampling=Sampling(max_tokens=2), **options)
+    assert step.metrics["prompts/left_out"] == 1
+    assert sorted(group[0].task.prompt for group in step.groups) == ["1+1", "2+2"]
+    with pytest.raises(UserError, match="tasks_per_step: wanted at most the 1 tasks there are, got 2"), pytest.warns():
+        run(p, rows[:2], opd(), **options)
+    with pytest.raises(UserError, match=r"the teacher's prompt, with 'hint', of 69 tokens .* nor does any other of 1"):
+        run(p, rows[1:2], opd(), **options)
+
+
 def test_token_ids_are_trained_on_and_reach_rewards():
     seen = []
 

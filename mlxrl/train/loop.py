@@ -41,7 +41,7 @@ from mlxrl.train.optimizer import make_optimizer
 from mlxrl.train.resample import Resampled, further_tasks, resample, round_key
 from mlxrl.train.step import Step, Steps
 from mlxrl.train.streaks import Streaks
-from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of
+from mlxrl.train.teacher import Teacher, TeacherLike, fitting_teacher, teacher_of
 from mlxrl.train.update import complete, optimizer_step, require_agreement
 from mlxrl.types import Group, Metrics, Task, Trajectory
 
@@ -121,8 +121,8 @@ def run(
         warmup_steps=settings.warmup_steps, rewarded=bool(rewards.functions) or gives_rewards(environment),
         episodes=environment is not None,
     )  # fmt: skip
-    fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout)
     found = _teacher(policy, algorithm, teacher, environment)
+    fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout, found)
     algorithm = without_special_ids(algorithm, policy.tokenizer.all_special_ids)
     training = Training(
         policy=policy, tasks=fitted.tasks, algorithm=algorithm, rewards=rewards, shaping=shaped,
@@ -145,11 +145,11 @@ def _teacher(policy: Policy, algorithm: Algorithm, given: TeacherLike, environme
 
 def _fitted(
     policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None, rewards: Rewards,
-    rollout: Rollout,
+    rollout: Rollout, teacher: Teacher | None,
 ) -> Fitting:  # fmt: skip
     """The tasks whose prompts fit, checked against the rewards and the size of a step."""
     tasks = as_tasks(tasks)
-    fitted = fitting_prompts(policy, tasks, sampling, environment)
+    fitted = fitting_teacher(teacher, fitting_prompts(policy, tasks, sampling, environment))
     check_tasks(len(fitted.tasks), rollout)
     check_columns(rewards, list(fitted.tasks[0].columns))
     tell_missing(rewards, tasks)
