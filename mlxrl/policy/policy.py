@@ -186,9 +186,10 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
             raise ModelError(fault)
     except ModelError as error:
         raise error.within("model", "id", f"{id} could not be loaded") from None
-    except Exception as error:  # the files may hold anything, and what reads them raises anything
+    except (Exception, SystemExit) as error:  # the files may hold anything, and what reads them raises anything
         line = exception_line(error)
         line = "it wants Python of its folder to be run, which is never done" if REMOTE in line else line
+        line = "mlx-lm gave up, and says above what it wants" if isinstance(error, SystemExit) else line
         raise ModelError("model", "id", f"{id} could not be loaded: {one_line(line, 300)}") from error
     return loaded
 
