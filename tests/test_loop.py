@@ -380,6 +380,12 @@ def test_hints_that_fill_the_teachers_context_are_left_out_and_counted():
         run(p, rows[1:2], opd(), **options)
 
 
+def test_a_hint_is_refused_where_an_environment_writes_the_prompts():
+    options: Any = {"environment": lambda: None, "teacher": Teacher(hint="hint"), "steps": 1}
+    with pytest.raises(UserError, match=r"^teacher: hint: an environment writes the prompts; leave the hint out$"):
+        run(a_policy(), TASKS, opd(), **options)
+
+
 def test_token_ids_are_trained_on_and_reach_rewards():
     seen = []
 

@@ -60,7 +60,7 @@ class Experiment:
             check_run(
                 algorithm, steps=settings.steps, rollout=settings.rollout, sampling=settings.sampling,
                 reward=settings.reward, train=settings.train, warmup_steps=settings.optimizer.warmup_steps,
-                rewarded=rewarded, episodes=environment is not None,
+                rewarded=rewarded, episodes=environment is not None, hinted=settings.teacher.hint is not None,
             )  # fmt: skip
             _check_data_settings(settings, rewarded)
             _check_echo(settings, algorithm)
@@ -243,8 +243,6 @@ def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
     if teacher.id == "base" and teacher.hint is None and "reward" not in algorithm.needs:
         why = "'base' is what training starts from, so nothing is learned; wanted a hint, or algorithm.reward"
         raise SettingError("teacher", "id", why)
-    if teacher.hint is not None and settings.environment.factory is not None:
-        raise SettingError("teacher", "hint", "an environment writes the prompts; leave the hint out")
 
 
 def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_out: Sequence[Task]) -> None:

@@ -15,7 +15,6 @@ from mlxrl.algo.algorithm import at_step, num_top
 from mlxrl.algo.echo import without_special_ids
 from mlxrl.checked import Natural, checked_value, keywords
 from mlxrl.data import Source, as_tasks, indices_of
-from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.protocols import Algorithm
 from mlxrl.rewards.calls import RewardError, TrainerState
@@ -119,9 +118,9 @@ def run(
     check_run(
         algorithm, steps=steps, rollout=rollout, sampling=sampling, reward=shaped, train=train,
         warmup_steps=settings.warmup_steps, rewarded=bool(rewards.functions) or gives_rewards(environment),
-        episodes=environment is not None,
+        episodes=environment is not None, hinted=isinstance(teacher, Teacher) and teacher.hint is not None,
     )  # fmt: skip
-    found = _teacher(policy, algorithm, teacher, environment)
+    found = teacher_of(policy, algorithm, teacher)
     fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout, found)
     algorithm = without_special_ids(algorithm, policy.tokenizer.all_special_ids)
     training = Training(
@@ -133,14 +132,6 @@ def run(
     if isinstance(optimizer, Optimizer):
         optimizer = make_optimizer(optimizer, steps, train.updates_per_rollout * train.minibatches)
     return Steps(_steps(training, state or RunState(optimizer)))
-
-
-def _teacher(policy: Policy, algorithm: Algorithm, given: TeacherLike, environment: Factory | None) -> Teacher | None:
-    """`teacher_of`, which has no hint where an environment writes the prompts."""
-    found = teacher_of(policy, algorithm, given)
-    if environment is not None and found is not None and found.hint is not None:
-        raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")
-    return found
 
 
 def _fitted(
