@@ -49,9 +49,9 @@ class Model:
 
     id: Annotated[Text, says("Hugging Face id, mlx-lm folder, or llama .gguf file")]
     dtype: Annotated[Dtype | None, says("type of the weights; left out, that of the files")] = None
-    adapter: Annotated[Text | None, says("adapter folder of mlx-lm or of a run to go on from, in place of [lora]")] = (
-        None
-    )
+    adapter: Annotated[
+        Text | None, says("adapter folder of a run, mlx-lm or PEFT to go on from, in place of [lora]")
+    ] = None
 
 
 @checked("lora")
