@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from mlxrl.errors import UserError
 from mlxrl.files import expanded
-from mlxrl.settings import Dtype
+from mlxrl.settings import Dtype, Model
 from mlxrl.text import safe, size
+from mlxrl.toml import parsed
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -42,10 +42,11 @@ def _source(arguments: argparse.Namespace) -> tuple[str, str, Dtype | None]:
         return arguments.model, arguments.adapter, arguments.dtype
     if given:
         raise UserError("fuse", f"--{given[0]} has no effect beside --run; leave one of them out")
-    from mlxrl.config import read
-
-    folder = expanded(arguments.run)
-    if not (folder / "config.toml").is_file():
-        raise UserError("run", f"{arguments.run} has no config.toml; wanted the folder of a run")
-    model = read(str(folder / "config.toml"), [])[0].model
-    return model.id, str(Path(folder, "adapters")), arguments.dtype or model.dtype
+    file = expanded(arguments.run) / "config.toml"
+    try:
+        model = Model(**parsed(file)["model"])  # alone: the run's data may be elsewhere by now
+    except UserError as error:
+        raise error.within("run") from None
+    except (KeyError, TypeError) as error:
+        raise UserError("run", str(file), "no table [model]; wanted the folder of a run") from error
+    return model.id, str(file.with_name("adapters")), arguments.dtype or model.dtype

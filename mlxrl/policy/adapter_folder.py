@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl.errors import UserError, brief, exception_line, one_line
-from mlxrl.files import replacing_all
+from mlxrl.files import expanded, replacing_all
 from mlxrl.policy import peft_format
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.lora import AdapterError, name_in_block
@@ -84,6 +84,8 @@ def read(folder: str | Path) -> Saved:
 
 
 def _of_peft(folder: str | Path, config: Mapping[str, Any]) -> Saved:
+    if (pickle := expanded(folder) / "adapter_model.bin").is_file():
+        raise AdapterError(str(pickle), f"a pickle, which is never read; save it as {peft_format.WEIGHTS}")
     weights = peft_format.arrays_of(folder, config, _loaded(_file(folder, peft_format.WEIGHTS)))
     if not weights:
         raise AdapterError(str(folder), f"{peft_format.WEIGHTS} has no adapter in it")
