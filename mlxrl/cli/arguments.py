@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxrl.names import foreign
@@ -40,13 +41,15 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for add in (_train, _eval, _plan, _fuse, _export):
+    for add in (_train, _eval, _plan, _runs, _show, _cancel, _fuse, _export):
         add(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
         from mlxrl.runs.facts import versions
 
         parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
+    if hasattr(arguments, "overrides"):
+        _locate_config(commands.choices[arguments.command], arguments)
     if unknown := next((word for word in rest if word.startswith("-")), None):
         parser.error(f"unknown option {unknown}{_meant(unknown)}")
     if arguments.command is None:
@@ -58,8 +61,20 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _locate_config(parser: Parser, arguments: argparse.Namespace) -> None:
+    """The config of a run that goes on is that in its folder."""
+    resume = getattr(arguments, "resume", None)
+    if resume and arguments.config:
+        parser.error("--resume goes on with the config of its run; leave --config out")
+    if resume:
+        arguments.config = str(Path(resume) / "config.toml")
+    if not arguments.config:
+        parser.error("wanted --config FILE")
+
+
 def _train(commands: Any) -> None:
     train = _with_config(commands, "train", "train adapters as a config says")
+    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, with its config")
     train.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
     _memory(train)
 
@@ -78,9 +93,23 @@ def _plan(commands: Any) -> None:
     _memory(plan)
 
 
+def _runs(commands: Any) -> None:
+    runs = _plain(commands, "runs", "list the runs in a folder")
+    runs.add_argument("folder", nargs="?", default="runs", help="the folder; left out, runs")
+    runs.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _show(commands: Any) -> None:
+    _plain(commands, "show", "tell one run").add_argument("run", metavar="RUN", help="the folder of a run")
+
+
+def _cancel(commands: Any) -> None:
+    cancel = _plain(commands, "cancel", "ask a run to end after its present step")
+    cancel.add_argument("run", metavar="RUN", help="the folder of a run")
+
+
 def _fuse(commands: Any) -> None:
-    about = "write a model with an adapter in its weights, as a folder that mlx-lm loads"
-    fuse: Parser = commands.add_parser("fuse", help=about, description=about, allow_abbrev=False)
+    fuse = _plain(commands, "fuse", "write a model with an adapter in its weights, as a folder that mlx-lm loads")
     fuse.add_argument("--run", metavar="DIR", help="the folder of a run, in place of --model and --adapter")
     fuse.add_argument("--model", metavar="ID", help="Hugging Face id, mlx-lm folder, or llama .gguf file")
     fuse.add_argument("--adapter", metavar="DIR", help="a saved adapter, of a run, mlx-lm or PEFT")
@@ -94,12 +123,17 @@ def _fuse(commands: Any) -> None:
 
 
 def _export(commands: Any) -> None:
-    about = "write an adapter in the format of another library"
-    export: Parser = commands.add_parser("export", help=about, description=about, allow_abbrev=False)
+    export = _plain(commands, "export", "write an adapter in the format of another library")
     export.add_argument("--adapter", metavar="DIR", required=True, help="a saved adapter, of a run, mlx-lm or PEFT")
     export.add_argument("--format", choices=("peft",), required=True, help="peft: for transformers, vLLM and others")
     export.add_argument("--output", metavar="DIR", required=True, help="a new folder")
     export.add_argument("--model", metavar="ID", help="the base model as that library names it; else the adapter's")
+
+
+def _plain(commands: Any, name: str, about: str) -> Parser:
+    """A command that reads no config."""
+    command: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+    return command
 
 
 def _memory(command: Parser) -> None:
@@ -117,7 +151,7 @@ def _with_config(commands: Any, name: str, about: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.keyed = True
-    command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
+    command.add_argument("--config", metavar="FILE", help="a config in TOML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     return command
 

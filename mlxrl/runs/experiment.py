@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxrl import algo, plugins
@@ -24,8 +25,7 @@ from mlxrl.types import Task
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
     from mlxrl.train.evaluate import Evaluation
-    from mlxrl.train.loop import RunState
-    from mlxrl.train.step import Step
+    from mlxrl.train.step import Steps
     from mlxrl.train.teacher import Teacher
 
 T = TypeVar("T")
@@ -80,6 +80,15 @@ class Experiment:
             tuple(held_out), sinks,
         )  # fmt: skip
 
+    def within(self, folder: Path) -> Experiment:
+        """The same with the folder of its run."""
+        config = self.config
+        return replace(self, config=replace(config, run=replace(config.run, folder=str(folder))))
+
+    def toml_in(self, folder: Path) -> str:
+        """The resolved config of a run in a folder."""
+        return self.within(folder).toml()
+
     def toml(self) -> str:
         """The resolved config: every setting and every argument of the algorithm."""
         return text(self.config, self.table)
@@ -125,8 +134,8 @@ class Experiment:
         given = self.config.environment
         return EpisodeLimits(**{one.name: getattr(given, one.name) for one in fields(EpisodeLimits)})
 
-    def steps(self, policy: Policy, teacher: Teacher | None, state: RunState) -> Iterator[Step]:
-        """The steps of training from a state on, each taken when it is asked for."""
+    def steps(self, policy: Policy, teacher: Teacher | None, resume: Path | None = None) -> Steps:
+        """The steps of training, from a checkpoint on where there is one, each taken when it is asked for."""
         from mlxrl.train.loop import run
 
         config = self.config
@@ -134,7 +143,7 @@ class Experiment:
             policy, self.tasks, self.algorithm, reward=replace(config.reward, functions=self.rewards.functions),
             environment=self.environment, teacher=teacher, steps=config.steps, rollout=config.rollout,
             sampling=config.sampling, limits=self.limits(), train=config.train, optimizer=config.optimizer,
-            seed=config.seed, state=state,
+            seed=config.seed, resume=resume,
         )  # fmt: skip
 
     def evaluator(self, policy: Policy) -> Callable[[int], Evaluation]:
