@@ -101,3 +101,19 @@ def test_what_a_file_cannot_hold_is_refused_before_anything_is_written(file, cha
     assert message in error
     assert "convert_hf_to_gguf.py" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]
+
+
+def test_an_adapter_of_a_gguf_file_is_fused_into_its_model(tmp_path):
+    llama(tmp_path / "model", True)
+    assert main(line(tmp_path)) == 0
+    file = str(tmp_path / "fused.gguf")
+    policy = load(file, lora=LoRA(rank=4))
+    moved(policy, seed=2)
+    policy.save(tmp_path / "second")
+    arguments = ["--model", file, "--adapter", str(tmp_path / "second"), "--output", str(tmp_path / "again")]
+    assert main(["fuse", *arguments, "--dtype", "float32"]) == 0
+    ids, found = mx.array([[1, 2, 3, 4, 200, 9]]), load(str(tmp_path / "again"), lora=None)
+    wanted = load(file, lora=None, dtype="float32", adapter=tmp_path / "second")
+    assert mx.abs(found.model(ids) - wanted.model(ids)).max() < 1e-4
+    assert found.tokenizer.encode(TEXT) == wanted.tokenizer.encode(TEXT)
+    assert (found.tokenizer.eos_token_ids, found.tokenizer.chat_template) == ({2, 0}, TEMPLATE)

@@ -11,6 +11,8 @@ import pytest
 from helpers import flat, model_folder, moved
 from mlxrl.cli import main
 from mlxrl.errors import UserError
+from mlxrl.policy import peft_format
+from mlxrl.policy.adapter_folder import read
 from mlxrl.policy.lora import base_of
 from mlxrl.policy.policy import load
 from mlxrl.settings import LoRA
@@ -117,8 +119,6 @@ def test_an_export_has_pefts_arrays_and_settings(model, tmp_path, capsys):
     ],
 )
 def test_what_peft_has_no_form_for_is_refused(arrays, lora, message, tmp_path):
-    from mlxrl.policy import peft_format
-
     with pytest.raises(UserError, match=message):
         peft_format.save(LoRA(**lora), {name: mx.zeros(shape) for name, shape in arrays.items()}, "", tmp_path / "peft")
     assert list(tmp_path.iterdir()) == []
@@ -165,6 +165,17 @@ def test_an_adapter_of_peft_that_cannot_be_held_is_one_line(how, model, tmp_path
         load(model, lora=None, adapter=tmp_path / "peft")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_language_model_beside_a_vision_tower_has_transformers_names(tmp_path):
+    ours = [f"language_model.{name}.lora_{x}" for name in ("lm_head", "model.layers.0.mlp.up_proj") for x in "ab"]
+    peft_format.save(LoRA(rank=4), {name: mx.ones((4, 4)) for name in ours}, "", tmp_path / "peft")
+    saved = mx.load(str(tmp_path / "peft/adapter_model.safetensors"))
+    theirs = ("lm_head", "model.language_model.layers.0.mlp.up_proj")
+    assert set(saved) == {f"base_model.model.{name}.lora_{x}.weight" for name in theirs for x in "AB"}
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert config["target_modules"] == ["lm_head", "mlp.up_proj"]
+    assert sorted(read(tmp_path / "peft").weights) == sorted(ours)
 
 
 def test_a_pickle_is_not_read(model, tmp_path):

@@ -33,7 +33,8 @@ PARTS = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_embedding_A": "lora_a", "
          "lora_magnitude_vector": "m"}  # fmt: skip
 NAME = re.compile(rf"base_model\.model\.(.+)\.({'|'.join(PARTS)})(?:\.default)?(?:\.weight)?")
 OUTER = ("model.language_model.", "language_model.model.")
-"""How transformers and mlx-lm begin the names of a language model beside a vision tower."""
+HEAD = ("lm_head", "language_model.lm_head")
+"""How transformers and mlx-lm begin the names of a language model beside a vision tower, and what they call its head."""
 EMBEDDINGS = ("wte", "wpe")
 
 
@@ -70,6 +71,7 @@ def arrays_of(folder: str | Path, config: Mapping[str, Any], found: Mapping[str,
         AdapterError: one of them is no part of an adapter, or has no other.
     """
     path, arrays = str(Path(folder) / WEIGHTS), dict[str, mx.array]()
+    beside = any(OUTER[0] in name for name in found)
     for name, array in found.items():
         if name.endswith(".base_layer.weight"):  # a copy of the base's embedding, which PEFT saves beside its adapter
             continue
@@ -84,9 +86,7 @@ def arrays_of(folder: str | Path, config: Mapping[str, Any], found: Mapping[str,
         if embedding and not config.get("ensure_weight_tying"):
             what = f"{folder}: {layer} is adapted, which here is the head too where the model's embedding is tied"
             warnings.warn(f"{what}, and in PEFT is not", stacklevel=4)
-        if layer.startswith(OUTER[0]):
-            layer = OUTER[1] + layer.removeprefix(OUTER[0])
-        arrays[f"{layer}.{PARTS[part]}"] = array.T.astype(mx.float32)
+        arrays[f"{_ours(layer, beside)}.{PARTS[part]}"] = array.T.astype(mx.float32)
     for name in arrays:
         layer = name.rpartition(".")[0]
         if missing := {f"{layer}.lora_a", f"{layer}.lora_b"} - arrays.keys():
@@ -139,7 +139,13 @@ def _config(lora: LoRA, layers: list[str], source: str) -> dict[str, Any]:
 
 
 def _theirs(layer: str) -> str:
-    return OUTER[0] + layer.removeprefix(OUTER[1]) if layer.startswith(OUTER[1]) else layer
+    """transformers' name of mlx-lm's layer."""
+    return HEAD[0] if layer == HEAD[1] else layer.replace(*reversed(OUTER)) if layer.startswith(OUTER[1]) else layer
+
+
+def _ours(layer: str, beside: bool) -> str:
+    """mlx-lm's name of transformers' layer; beside: in a model that has a vision tower too."""
+    return HEAD[1] if beside and layer == HEAD[0] else layer.replace(*OUTER) if layer.startswith(OUTER[0]) else layer
 
 
 def _is_embedding(layer: str) -> bool:
