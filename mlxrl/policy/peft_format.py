@@ -34,7 +34,7 @@ PARTS = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_embedding_A": "lora_a", "
 NAME = re.compile(rf"base_model\.model\.(.+)\.({'|'.join(PARTS)})(?:\.default)?(?:\.weight)?")
 OUTER = ("model.language_model.", "language_model.model.")
 HEAD = ("lm_head", "language_model.lm_head")
-"""How transformers and mlx-lm begin the names of a language model beside a vision tower, and what they call its head."""
+"""How transformers and mlx-lm begin the names of a language model beside a vision tower, and its head's names."""
 EMBEDDINGS = ("wte", "wpe")
 
 
@@ -140,12 +140,12 @@ def _config(lora: LoRA, layers: list[str], source: str) -> dict[str, Any]:
 
 def _theirs(layer: str) -> str:
     """transformers' name of mlx-lm's layer."""
-    return HEAD[0] if layer == HEAD[1] else layer.replace(*reversed(OUTER)) if layer.startswith(OUTER[1]) else layer
+    return HEAD[0] if layer == HEAD[1] else re.sub(f"^{re.escape(OUTER[1])}", OUTER[0], layer)
 
 
 def _ours(layer: str, beside: bool) -> str:
     """mlx-lm's name of transformers' layer; beside: in a model that has a vision tower too."""
-    return HEAD[1] if beside and layer == HEAD[0] else layer.replace(*OUTER) if layer.startswith(OUTER[0]) else layer
+    return HEAD[1] if beside and layer == HEAD[0] else re.sub(f"^{re.escape(OUTER[0])}", OUTER[1], layer)
 
 
 def _is_embedding(layer: str) -> bool:
