@@ -130,8 +130,8 @@ def load(
     Args:
         lora: the adapters; None leaves the model frozen, for a reference or a teacher.
         dtype: of the weights; None keeps that of the files. A `.gguf` file is dequantised to it.
-        adapter: a folder that a run or mlx-lm has saved, or `sha256:DIGEST` of the store, whose weights and settings
-            are taken over in place of `lora`.
+        adapter: a folder that a run, mlx-lm or PEFT has saved, or `sha256:DIGEST` of the store, whose weights and
+            settings are taken over in place of `lora`.
         seed: of the adapters' initial values.
     Raises:
         UserError: the model cannot be had, or a key of `lora` matches nothing.
