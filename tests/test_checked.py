@@ -26,7 +26,7 @@ WRONG = {
         lambda: run(optimizer="adamw")
     ),
     "run: rollout: wanted Rollout(...), got {\"group_size\": 2}": lambda: run(rollout={"group_size": 2}),
-    "run: state: wanted RunState or None, got {}": lambda: run(state={}),
+    "run: resume: wanted str or pathlib.Path or None, got 5": lambda: run(resume=5),
     "run: seed: wanted a whole number of at least 0 and at most 4294967295, got 4294967296": lambda: run(seed=2**32),
     "run: steps: wanted a whole number of at least 0, got 1.5": lambda: run(steps=1.5),
     "run: missing a required argument: 'policy'": lambda: rl.run(),
