@@ -15,7 +15,7 @@ from mlxrl.algo.algorithm import TERMS
 from mlxrl.algo.table import RECIPES
 from mlxrl.checked import _choices, converted, hints_of
 from mlxrl.errors import UserError
-from mlxrl.files import append_line, read_lines
+from mlxrl.files import append_lines, read_lines
 from mlxrl.messages import ROLES
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.facts import data_digest
@@ -259,8 +259,8 @@ def test_lines_are_read_or_refused_in_a_line(tmp_path, examples):
             return
         assert data_digest("a.jsonl", found)["examples"] == len(found)
         written.unlink(missing_ok=True)
-        append_line(written, {"prompts": [task.prompt for task in found], "columns": [task.columns for task in found]})
-        assert len(read_lines(written)) == 1
+        append_lines(written, [{"prompt": task.prompt, "columns": task.columns} for task in found])
+        assert len(read_lines(written)) == len(found)
 
     holds_for(examples, FILES.flatmap(damaged), property_)
 
