@@ -166,8 +166,8 @@ def _near(key: str, known: Mapping[str, Any], table: str = "") -> str:
 def _located(config: Config, folder: Path) -> Config:
     """Every path made absolute, so that the config means the same wherever its resolved text lies."""
     data, teacher, environment, model = config.data, config.teacher, config.environment, config.model
-    evaluation = None if data.evaluation is None else _source(data.evaluation, folder, "evaluation")
-    data = replace(data, train=_source(data.train, folder, "train"), evaluation=evaluation)
+    sources = {key: source for key in ("train", "evaluation", "validation") if (source := getattr(data, key))}
+    data = replace(data, **{key: _source(source, folder, key) for key, source in sources.items()})
     model = replace(model, id=_model(model.id, folder))
     if model.adapter is not None:
         model = replace(model, adapter=_adapter(model.adapter, folder, "model"))
@@ -243,8 +243,10 @@ def resolved(config: Config, algorithm: Mapping[str, Any]) -> dict[str, Any]:
         algorithm: the resolved table of the algorithm.
     """
     plain = {**_plain(config), "algorithm": _plain(algorithm)}
-    if config.data.evaluation is None:
+    if config.data.evaluation is None and config.data.validation is None:
         del plain["evaluation"]
+    elif not config.evaluation.samples:
+        del plain["evaluation"]["samples_temperature"]
     if config.environment.factory is None:
         del plain["environment"]
     if not config.reward.overlong_buffer:

@@ -77,6 +77,10 @@ def refuse_cold(temperature: float) -> None:
         raise SettingError("temperature", why)
 
 
+Warm = Annotated[float, Meta(ge=COLDEST)]
+"""A temperature of random draws."""
+
+
 @checked("sampling")
 class Sampling:
     """How tokens are drawn. Temperature comes first; the filters act on the tempered distribution.

@@ -62,14 +62,16 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _locate_config(parser: Parser, arguments: argparse.Namespace) -> None:
-    """The config of a run that goes on is that in its folder."""
-    resume = getattr(arguments, "resume", None)
-    if resume and arguments.config:
-        parser.error("--resume goes on with the config of its run; leave --config out")
-    if resume:
-        arguments.config = str(Path(resume) / "config.toml")
+    """The config of a run that goes on, or is evaluated, is that in its folder."""
+    for name in ("resume", "run"):
+        folder = getattr(arguments, name, None)
+        if folder and arguments.config:
+            parser.error(f"--{name} takes the config of its run; leave --config out")
+        if folder:
+            arguments.config = str(Path(folder) / "config.toml")
     if not arguments.config:
-        parser.error("wanted --config FILE")
+        others = "".join(f" or --{name} RUN" for name in ("resume", "run") if hasattr(arguments, name))
+        parser.error(f"wanted --config FILE{others}")
 
 
 def _train(commands: Any) -> None:
@@ -81,9 +83,12 @@ def _train(commands: Any) -> None:
 
 def _eval(commands: Any) -> None:
     evaluate = _with_config(commands, "eval", "evaluate on a config's held-out examples")
-    evaluate.add_argument(
-        "--adapter", metavar="DIR", help="a saved adapter, or sha256:DIGEST; else model.adapter, or none"
+    evaluate.add_argument("--run", metavar="RUN", help="a run's folder: its config, and the adapter that it made")
+    which = evaluate.add_mutually_exclusive_group()
+    which.add_argument(
+        "--adapter", metavar="DIR", help="a saved adapter, or sha256:DIGEST; else that of the run, or model.adapter"
     )
+    which.add_argument("--base", action="store_true", help="the model without an adapter")
 
 
 def _plan(commands: Any) -> None:

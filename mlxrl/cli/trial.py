@@ -83,8 +83,8 @@ def _prompts(experiment: Experiment, model: Skeleton) -> None:
     sampling = experiment.config.sampling
     rules_of(model.tokenizer, sampling)
     check_thinking(model.tokenizer, sampling.thinking, "sampling")
-    for some in (experiment.tasks, experiment.held_out) if experiment.environment is None else ():
-        if some:
+    for some in (experiment.tasks, experiment.held_out, experiment.validation):
+        if some and experiment.environment is None:
             fitting(model.tokenizer, context_of(model.model), some, sampling.thinking)
 
 

@@ -115,7 +115,7 @@ def fitting_prompts(
             return fitted
     fitted = fitting(policy.tokenizer, context_of(policy.model), tasks, sampling.thinking)
     if isinstance(tasks, tuple):
-        known[:] = [*known[-1:], (tasks, sampling.thinking, fitted)]  # of training and of evaluation
+        known[:] = [*known[-2:], (tasks, sampling.thinking, fitted)]  # of training, evaluation and validation
     if fitted.left_out:
         warnings.warn(fitted.line, stacklevel=3)
     return fitted

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxrl import algo, plugins, store
 from mlxrl.checked import SettingError
-from mlxrl.config import Origin, text
+from mlxrl.config import Origin, resolved, text
+from mlxrl.data import fingerprint
 from mlxrl.data import tasks as read_tasks
 from mlxrl.errors import UserError, did_you_mean
 from mlxrl.protocols import Algorithm
@@ -35,7 +36,8 @@ T = TypeVar("T")
 class Experiment:
     """A run before its models are loaded.
 
-    table: of the algorithm, resolved; held_out: the examples to evaluate on, none without data.evaluation.
+    table: of the algorithm, resolved; held_out: the examples to evaluate on, none without data.evaluation;
+    validation: those by which an adapter is chosen, none without data.validation.
     """
 
     config: Config
@@ -46,6 +48,7 @@ class Experiment:
     environment: Factory | None
     tasks: tuple[Task, ...]
     held_out: tuple[Task, ...]
+    validation: tuple[Task, ...]
     sinks: tuple[Sink, ...]
 
     @classmethod
@@ -62,6 +65,7 @@ class Experiment:
                 rewarded=rewarded, episodes=environment is not None,
             )  # fmt: skip
             _check_data_settings(settings, rewarded)
+            _check_validation(settings)
             _check_echo(settings, algorithm)
             _check_teacher(settings, algorithm)
             if settings.run.store:
@@ -70,16 +74,19 @@ class Experiment:
             raise origin.locate(error) from error.__cause__
         data = settings.data
         tasks = _tasks(settings, data.train, None)
-        held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.examples)
+        held_out, validation = (
+            [] if source is None else _tasks(settings, source, settings.evaluation.examples)
+            for source in (data.evaluation, data.validation)
+        )
         try:
-            _check_data(settings, rewards, tasks, held_out)
+            _check_data(settings, rewards, tasks, held_out, validation)
             check_tasks(len(tasks), settings.rollout, f"examples of {data.train}")
             sinks = tuple(_sink(name) for name in settings.run.sinks)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         return cls(
             settings, origin, algorithm, _table(settings, algorithm), rewards, environment, tuple(tasks),
-            tuple(held_out), sinks,
+            tuple(held_out), tuple(validation), sinks,
         )  # fmt: skip
 
     def within(self, folder: Path) -> Experiment:
@@ -109,7 +116,7 @@ class Experiment:
         lora, adapter = (self.config.lora, model.adapter) if trained else (None, adapter)
         policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
         rules_of(policy.tokenizer, self.config.sampling)
-        for some in (self.tasks if trained else (), self.held_out):
+        for some in (self.tasks, self.validation, self.held_out) if trained else (self.held_out,):
             if some:
                 fitting_prompts(policy, some, self.config.sampling, self.environment)
         return policy
@@ -148,16 +155,22 @@ class Experiment:
             seed=config.seed, resume=resume,
         )  # fmt: skip
 
-    def evaluator(self, policy: Policy) -> Callable[[int], Evaluation]:
-        """What evaluates a policy on the held-out examples after so many steps, as it is when called."""
+    def evaluation_settings(self) -> dict[str, Any]:
+        """The settings that an evaluation follows from, besides its policy and its examples."""
+        tables = resolved(self.config, self.table)
+        names = ("seed", "evaluation", "sampling", "reward", "environment")
+        return {name: tables[name] for name in names if name in tables}
+
+    def evaluate(self, policy: Policy, tasks: Sequence[Task], step: int, samples: int = 0) -> Evaluation:
+        """Evaluate a policy on examples after so many steps; samples: of each besides."""
         from mlxrl.train.evaluate import evaluate
 
-        temperature = self.config.evaluation.temperature
-        sampling = replace(self.config.sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
-        return lambda step: evaluate(
-            policy, self.held_out, self.rewards, sampling=sampling, environment=self.environment,
-            limits=self.limits(), max_rows=self.config.rollout.max_rows, seed=self.config.seed,
-            state=TrainerState(step, self.config.steps),
+        given = self.config.evaluation
+        sampling = replace(self.config.sampling, temperature=given.temperature, top_p=1.0, top_k=0, min_p=0.0)
+        return evaluate(
+            policy, tasks, self.rewards, sampling=sampling, samples=samples,
+            samples_temperature=given.samples_temperature, environment=self.environment, limits=self.limits(),
+            max_rows=self.config.rollout.max_rows, seed=self.config.seed, state=TrainerState(step, self.config.steps),
         )  # fmt: skip
 
 
@@ -214,15 +227,34 @@ def _check_data_settings(settings: Config, rewarded: bool) -> None:
     data = settings.data
     if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit")]:
         raise SettingError("data", "columns", f"{taken[0]!r} is a name that is taken; rename the column to another")
-    if data.evaluation == data.train:
-        raise SettingError("data", "evaluation", "wanted examples that are not trained on, got the training data")
-    if data.evaluation is not None and not rewarded:
-        raise SettingError("reward", "wanted at least one function, got none; data.evaluation is scored by them")
-    if data.evaluation is None:
+    for name in ("evaluation", "validation"):
+        source = getattr(data, name)
+        if source is not None and source == data.train:
+            raise SettingError("data", name, "wanted examples that are not trained on, got the training data")
+        if source is not None and not rewarded:
+            raise SettingError("reward", f"wanted at least one function, got none; data.{name} is scored by them")
+    if data.evaluation is None and data.validation is None:
         given = [("evaluation", one.name) for one in fields(settings.evaluation)
                  if getattr(settings.evaluation, one.name) != one.default]  # fmt: skip
         for where in given + [("run", "evaluate_every")] * (settings.run.evaluate_every > 0):
-            raise SettingError(*where, "has no effect without data.evaluation")
+            raise SettingError(*where, "has no effect without data.evaluation or data.validation")
+    if data.evaluation is None and settings.evaluation.samples:
+        raise SettingError("evaluation", "samples", "has no effect without data.evaluation")
+
+
+def _check_validation(settings: Config) -> None:
+    """SettingError for a choice of adapters without the examples or the evaluations that it is made by."""
+    given, run = settings.data.validation, settings.run
+    choices = {"keep": run.keep == "best", "patience": run.patience, "accept_margin": run.accept_margin is not None}
+    chosen = next((name for name, value in choices.items() if value), None)
+    if chosen and given is None:
+        why = "wanted data.validation, by which an adapter is chosen: what is reported on data.evaluation is not"
+        raise SettingError("run", chosen, why)
+    if given is not None and given == settings.data.evaluation:
+        why = "wanted other examples than those of data.evaluation, because what is reported is not what is chosen by"
+        raise SettingError("data", "validation", why)
+    if given is not None and not run.evaluate_every:
+        raise SettingError("data", "validation", "has no effect without run.evaluate_every")
 
 
 def _check_echo(settings: Config, algorithm: Algorithm) -> None:
@@ -247,9 +279,13 @@ def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
         raise SettingError("teacher", "hint", "an environment writes the prompts; leave the hint out")
 
 
-def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """SettingError for columns that rewards or the teacher want and the data lack, and for too few examples."""
-    for some in (tasks, held_out):
+def _check_data(
+    settings: Config, rewards: Rewards, tasks: Sequence[Task], held_out: Sequence[Task], validation: Sequence[Task]
+) -> None:
+    """SettingError for columns that rewards or the teacher want and the data lack, and for examples that chose."""
+    if validation and fingerprint(validation) == fingerprint(held_out):
+        raise SettingError("data", "validation", "wanted other examples than those of data.evaluation, got the same")
+    for some in (tasks, held_out, validation):
         if some:
             offered = list(dict.fromkeys(column for task in some for column in task.columns))
             _within(("reward",), check_columns, rewards, offered)

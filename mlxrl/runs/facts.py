@@ -99,10 +99,11 @@ def of(experiment: Experiment) -> dict[str, Any]:
 
 
 def data_digests(experiment: Experiment) -> list[dict[str, Any]]:
-    """The digests of what an experiment trains on and of what it is evaluated on."""
+    """The digests of what an experiment trains on, and of what it is evaluated on."""
     data = experiment.config.data
-    held_out = [] if data.evaluation is None else [data_digest(data.evaluation, experiment.held_out)]
-    return [data_digest(data.train, experiment.tasks), *held_out]
+    held_out = ((data.evaluation, experiment.held_out), (data.validation, experiment.validation))
+    evaluated = [data_digest(source, tasks) for source, tasks in held_out if source is not None]
+    return [data_digest(data.train, experiment.tasks), *evaluated]
 
 
 def digest(path: Path) -> str:

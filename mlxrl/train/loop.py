@@ -256,6 +256,7 @@ def _of_step(training: Training, clock: Clock, found: Resampled, groups: Sequenc
         **{f"seconds/{part}": seconds for part, seconds in clock.seconds.items()},
         "rollout/tokens_per_second": tokens / max(clock.seconds["rollout"], 1e-9),
         "memory/peak": float(mx.get_peak_memory()),
+        "adapter/distance": training.policy.distance,
     }
     if groups and groups != found.groups:
         metrics["reward/shaped"] = describe(groups)["reward"]
