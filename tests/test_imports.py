@@ -36,7 +36,7 @@ BELOW = {
     "policy": TYPES,
     "rollout": {*TYPES, "awaiting", "messages", "data", "rewards", "policy"},
     "train": LIBRARY - {"train"},
-    "runs": {*LIBRARY, "config", "text"},
+    "runs": {*LIBRARY, "toml", "config", "text"},
     "console": {*LIBRARY, "text", "runs"},
     "cli": {*LIBRARY, "config", "text", "runs", "console"},
     "__main__": {"cli"},

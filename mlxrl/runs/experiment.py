@@ -74,10 +74,8 @@ class Experiment:
             raise origin.locate(error) from error.__cause__
         data = settings.data
         tasks = _tasks(settings, data.train, None)
-        held_out, validation = (
-            [] if source is None else _tasks(settings, source, settings.evaluation.examples)
-            for source in (data.evaluation, data.validation)
-        )
+        held_out = _tasks(settings, data.evaluation, settings.evaluation.examples)
+        validation = _tasks(settings, data.validation, settings.evaluation.examples)
         try:
             _check_data(settings, rewards, tasks, held_out, validation)
             check_tasks(len(tasks), settings.rollout, f"examples of {data.train}")
@@ -217,9 +215,9 @@ def _sink(name: str) -> Sink:
     return _within(("run", "sinks"), UserSink, name, _within(("run", "sinks"), plugins.find, name))
 
 
-def _tasks(settings: Config, source: str, limit: int | None) -> list[Task]:
+def _tasks(settings: Config, source: str | None, limit: int | None) -> list[Task]:
     data = settings.data
-    return read_tasks(source, data.prompt, system=data.system, limit=limit, **data.columns)
+    return [] if source is None else read_tasks(source, data.prompt, system=data.system, limit=limit, **data.columns)
 
 
 def _check_data_settings(settings: Config, rewarded: bool) -> None:
