@@ -43,7 +43,10 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
         folder = claim(path, experiment.toml_in) if config.run.folder else claim_free(free, experiment.toml_in)
         with folder.locked():
             command = ["mlxrl", "train", "--config", arguments.config, *arguments.overrides]
-            folder.record(command=command, **facts.of(experiment))
+            folder.record(
+                command=command, seed=config.seed, versions=facts.versions(), device=facts.device(),
+                data=facts.data_digests(experiment),
+            )  # fmt: skip
             return models.run(experiment.within(folder.path), folder, shutdown, lines)
 
 

@@ -91,13 +91,6 @@ def source_digest(source: str) -> str | None:
     return digest(path) if path.is_file() else None
 
 
-def of(experiment: Experiment) -> dict[str, Any]:
-    """What the manifest of a run says of it before its models are loaded."""
-    return {
-        "seed": experiment.config.seed, "versions": versions(), "device": device(), "data": data_digests(experiment),
-    }  # fmt: skip
-
-
 def data_digests(experiment: Experiment) -> list[dict[str, Any]]:
     """The digests of what an experiment trains on, and of what it is evaluated on."""
     data = experiment.config.data

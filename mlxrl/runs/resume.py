@@ -69,8 +69,6 @@ def begin(folder: RunFolder, experiment: Experiment, found: Resumption) -> None:
         keep_lines(folder.path / "events.jsonl", lambda record: True)
         write_text(folder.path / "config.toml", experiment.toml())
         (folder.path / HANDOFF).unlink(missing_ok=True)
-        if "data" not in folder.manifest():  # that of a run whose folder has gone
-            folder.record(**facts.of(experiment))
     folder.cancel_asked()
     folder.event("resumed", step=found.step, damaged=found.damaged, changed=found.changed)
 
