@@ -38,7 +38,7 @@ BELOW = {
     "train": LIBRARY - {"train"},
     "runs": {*LIBRARY, "toml", "config", "text"},
     "console": {*LIBRARY, "text", "runs"},
-    "cli": {*LIBRARY, "config", "text", "runs", "console"},
+    "cli": {*LIBRARY, "toml", "config", "text", "runs", "console"},
     "__main__": {"cli"},
 }
 """What each part of the package may import of it, itself aside. data is below rewards; siblings are apart."""

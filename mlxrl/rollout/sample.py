@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 
 import mlx.core as mx
 
@@ -101,23 +102,29 @@ def _run_episodes(episodes: Episodes, engine: Engine, workers: Workers) -> None:
 def fitting_prompts(
     policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None
 ) -> Fitting:
-    """The tasks, without those whose prompts fill the context, with a warning. Prompts of environments come later.
-
-    A tuple cannot change, so what was found for one is kept with the policy: evaluations do not render it again.
-    """
+    """The tasks, without those whose prompts fill the context, with a warning. Prompts of environments come later."""
     tasks = as_tasks(tasks)
     check_thinking(policy.tokenizer, sampling.thinking, "sampling")
     if environment is not None:
         return Fitting(tasks)
-    known: list[tuple[Sequence[Task], bool | None, Fitting]] = policy.memo.setdefault("fitting prompts", [])
-    for given, thinking, fitted in known:
-        if given is tasks and thinking == sampling.thinking:
+    find = partial(fitting, policy.tokenizer, context_of(policy.model), tasks, sampling.thinking)
+    return found_once(policy, tasks, sampling.thinking, find)
+
+
+def found_once(policy: Policy, tasks: Sequence[Task], key: object, find: Callable[[], Fitting]) -> Fitting:
+    """What fits of tasks, with a warning.
+
+    A tuple cannot change, so what was found for one is kept with the policy: evaluations do not render it again.
+    """
+    known: list[tuple[Sequence[Task], object, Fitting]] = policy.memo.setdefault("fitting prompts", [])
+    for given, by, fitted in known:
+        if given is tasks and by == key:
             return fitted
-    fitted = fitting(policy.tokenizer, context_of(policy.model), tasks, sampling.thinking)
+    fitted = find()
     if isinstance(tasks, tuple):
-        known[:] = [*known[-2:], (tasks, sampling.thinking, fitted)]  # of training, evaluation and validation
+        known[:] = [*known[-3:], (tasks, key, fitted)]  # of training, of its teacher, of validation and evaluation
     if fitted.left_out:
-        warnings.warn(fitted.line, stacklevel=3)
+        warnings.warn(fitted.line, stacklevel=4)
     return fitted
 
 

@@ -25,6 +25,7 @@ from mlxrl.types import Task
 
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
+    from mlxrl.rollout.chat import Fitting
     from mlxrl.train.evaluate import Evaluation
     from mlxrl.train.step import Steps
     from mlxrl.train.teacher import Teacher
@@ -62,7 +63,7 @@ class Experiment:
             check_run(
                 algorithm, steps=settings.steps, rollout=settings.rollout, sampling=settings.sampling,
                 reward=settings.reward, train=settings.train, warmup_steps=settings.optimizer.warmup_steps,
-                rewarded=rewarded, episodes=environment is not None,
+                rewarded=rewarded, episodes=environment is not None, hinted=settings.teacher.hint is not None,
             )  # fmt: skip
             _check_data_settings(settings, rewarded)
             _check_validation(settings)
@@ -114,19 +115,26 @@ class Experiment:
         lora, adapter = (self.config.lora, model.adapter) if trained else (None, adapter)
         policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
         rules_of(policy.tokenizer, self.config.sampling)
-        for some in (self.tasks, self.validation, self.held_out) if trained else (self.held_out,):
-            if some:
-                fitting_prompts(policy, some, self.config.sampling, self.environment)
+        if trained:
+            self.require_tasks(fitting_prompts(policy, self.tasks, self.config.sampling, self.environment))
+        for some in filter(None, (self.validation if trained else (), self.held_out)):
+            fitting_prompts(policy, some, self.config.sampling, self.environment)
         return policy
+
+    def require_tasks(self, fitted: Fitting) -> Fitting:
+        """What fits of the examples to train on; SettingError where a step wants more of them."""
+        check_tasks(len(fitted.tasks), self.config.rollout, f"examples of {self.config.data.train} that fit")
+        return fitted
 
     def teacher(self, policy: Policy) -> Teacher | None:
         """The teacher of a policy, its model loaded where it has one of its own; None for an algorithm without one.
 
         Raises:
-            UserError: it cannot be had, or has another vocabulary.
+            UserError: it cannot be had, has another vocabulary, or hinted prompts do not fit its context.
         """
         from mlxrl.policy.policy import load
-        from mlxrl.train.teacher import Teacher, teacher_of
+        from mlxrl.rollout.sample import fitting_prompts
+        from mlxrl.train.teacher import Teacher, fitting_teacher, teacher_of
 
         given = self.config.teacher
         if "teacher" not in self.algorithm.needs:
@@ -134,7 +142,10 @@ class Experiment:
         own = given.id not in (None, "base")
         loaded = load(given.id or "", lora=None, dtype=given.dtype, adapter=given.adapter) if own else None
         teacher = Teacher(loaded, base=given.id == "base", hint=given.hint, thinking=given.thinking)
-        return teacher_of(policy, self.algorithm, teacher)
+        found = teacher_of(policy, self.algorithm, teacher)
+        fitted = fitting_prompts(policy, self.tasks, self.config.sampling, self.environment)
+        self.require_tasks(fitting_teacher(found, fitted))
+        return found
 
     def limits(self) -> EpisodeLimits:
         """What an episode may take."""
@@ -273,8 +284,6 @@ def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
     if teacher.id == "base" and teacher.hint is None and "reward" not in algorithm.needs:
         why = "'base' is what training starts from, so nothing is learned; wanted a hint, or algorithm.reward"
         raise SettingError("teacher", "id", why)
-    if teacher.hint is not None and settings.environment.factory is not None:
-        raise SettingError("teacher", "hint", "an environment writes the prompts; leave the hint out")
 
 
 def _check_data(
