@@ -83,10 +83,22 @@ class Console(Sink):
 
     def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
         """An evaluation of the held-out examples."""
-        numbers = f"accuracy {summary['accuracy']:.3f}, mean reward {summary['mean_reward']:.3f}"
-        self._print(f"  held-out {when}: {numbers}, {summary['n']} examples", "bold")
+        self._evaluated(f"held-out {when}", summary, "bold")
+
+    def validation(self, when: str, summary: Mapping[str, Any]) -> None:
+        """An evaluation of data.validation, and what it decided."""
+        self._evaluated(f"validation {when}", summary, "")
+        if summary.get("decision") == "rejected":
+            (low, high), least = summary["interval"], -summary["margin"] or 0
+            why = f"its difference from the best, {low:+.3f} to {high:+.3f}, lies below {least:g}"
+            self._print(f"  validation {when}: the adapter is taken back, because {why}", "yellow")
+
+    def _evaluated(self, what: str, summary: Mapping[str, Any], style: str) -> None:
+        passes = "".join(f", {name} {value:.3f}" for name, value in summary.items() if name.startswith("pass@"))
+        numbers = f"accuracy {summary['accuracy']:.3f}, mean reward {summary['mean_reward']:.3f}{passes}"
+        self._print(f"  {what}: {numbers}, {summary['n']} examples", style)
         if warning := summary.get("warning"):
-            self._print(f"  held-out {when}: {safe(warning)}", "yellow")
+            self._print(f"  {what}: {safe(warning)}", "yellow")
 
     def end(self, outcome: Outcome) -> None:
         """How the run ended: the course of the reward, before and after, and what to do next."""
@@ -158,6 +170,9 @@ class Console(Sink):
         interval = f"95 % interval {low:+.3f} to {high:+.3f}, {evaluation.get('pairs', after['n'])} pairs"
         style = "green" if low > 0 else "red" if high < 0 else "yellow"
         self._print(f"            difference {evaluation['difference']:+.3f}, {interval}", style)
+        counts = ", ".join(f"{evaluation[name]} {name}" for name in ("improved", "worsened", "equal"))
+        p = f", McNemar p = {evaluation['mcnemar_p']:.3g}" if "mcnemar_p" in evaluation else ""
+        self._print(f"            {counts}{p}")
 
     def _print(self, line: str, style: str = "") -> None:
         encoding = self._rich.encoding

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -62,6 +64,22 @@ def as_tasks(given: Sequence[Task] | Source) -> Sequence[Task]:
     """Tasks as they are; anything else as `tasks` reads it, with its prompts in the column "prompt"."""
     made: Any = given
     return made if isinstance(given, list | tuple) and all(isinstance(one, Task) for one in made) else tasks(made)
+
+
+def fingerprint(tasks: Iterable[Task]) -> str:
+    """SHA-256 over examples as they were understood: their prompts and columns, in their order."""
+    total = hashlib.sha256()
+    for task in tasks:
+        total.update(_line(task).encode("utf-8", "backslashreplace") + b"\n")
+    return total.hexdigest()
+
+
+def _line(task: Task) -> str:
+    content = [task.prompt, dict(task.columns)]
+    try:
+        return json.dumps(content, sort_keys=True, default=str)
+    except (TypeError, ValueError):  # keys of several types, or a value inside itself
+        return repr(content)
 
 
 def is_missing(value: Any) -> bool:

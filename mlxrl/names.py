@@ -106,6 +106,8 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     ),
     "run.checkpoint_every": ("save_steps", "save_every", "save_freq", "save_strategy"),
     "run.evaluate_every": ("eval_steps", "steps_per_eval", "test_freq", "eval_strategy", "evaluation_strategy"),
+    "run.keep": ("load_best_model_at_end",),
+    "run.patience": ("early_stopping_patience",),
     "run.samples_every": ("log_completions", "num_completions_to_print", "log_val_generations"),
     "run.sinks": ("report_to", "logger", "callbacks", "use_wandb"),
     "memory.cache_limit": ("clear_cache_threshold",),

@@ -50,6 +50,7 @@ class Algorithm(Protocol):
         compares: the "group" or the "step" that a trajectory's reward is compared with, which then needs two, or
             "nothing", if it does not say.
         skip: ids of tokens among observations that are not predicted. None of them if it does not say.
+        state_dict() and load_state_dict(value): what it keeps from step to step, as strict JSON, for checkpoints.
     """
 
     @property

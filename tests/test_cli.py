@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
@@ -24,8 +25,9 @@ from mlxrl.rewards import TrainerState
 from mlxrl.rollout import chat, stop_rules
 from mlxrl.runs import folder as folder_module
 from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Reward, Rollout, Sampling, Train
-from mlxrl.train import evaluate, loop, optimizer
+from mlxrl.train import evaluate, loop
 from mlxrl.train.evaluate import Evaluation
+from mlxrl.train.state import RunState
 from mlxrl.train.teacher import Teacher
 
 
@@ -62,14 +64,15 @@ def test_a_run_leaves_its_folder(folder, capsys):
     assert len(samples) == 4 * 2 * 2
     assert all(sample["prompt"].endswith("=?") and sample["length"] <= 12 for sample in samples)
     evaluation = json.loads((run / "evaluation.json").read_text())
-    assert evaluation["before"].keys() == evaluation["after"].keys() == {"accuracy", "mean_reward", "n", "unscored"}
+    names = {"step", "accuracy", "mean_reward", "n", "unscored"}
+    assert evaluation["before"].keys() == evaluation["after"].keys() == names
     gap = evaluation["after"]["mean_reward"] - evaluation["before"]["mean_reward"]
     assert evaluation["difference"] == pytest.approx(gap)
     assert evaluation["interval"][0] <= evaluation["difference"] <= evaluation["interval"][1]
     whens = [event["when"] for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
     assert whens == ["before training", "after step 2", "after training"]
     assert tomllib.loads((run / "config.toml").read_text())["run"]["folder"] == str(run)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-00000{n}" for n in (1, 2, 3, 4)]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
     assert "2 prompts x 4 completions = 8 completions of at most 12 tokens" in out
     assert "3 evaluations of 8 examples" in out
     assert "95 % interval" in out
@@ -96,6 +99,22 @@ def test_eval_loads_the_adapter(folder, capsys):
     assert spoilt == "out/run/adapters: accuracy 0.0000, mean reward 0.0000, 32 examples"
 
 
+class Taken:
+    """The steps of a run that has taken them."""
+
+    def __init__(self):
+        self.state = RunState(optim.SGD(0.0), step=7)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+    def save(self, *arguments):
+        pass
+
+
 def test_every_setting_arrives(folder, monkeypatch):
     """Values unlike the defaults and unlike each other, seen where the library is called."""
     seen = {}
@@ -108,10 +127,8 @@ def test_every_setting_arrives(folder, monkeypatch):
         monkeypatch.setattr(module, name, called)
 
     monkeypatch.setattr(Evaluation, "summary", lambda self, success: {"accuracy": success, "mean_reward": 0.0, "n": 8})
-    spy(evaluate, "compare", {"difference": 0.0, "interval": [0.0, 0.0]})
     spy(evaluate, "evaluate", Evaluation(()))
-    spy(loop, "run", iter(()))
-    spy(optimizer, "make_optimizer", None)
+    spy(loop, "run", Taken())
     spy(chat, "render", ())
     spy(chat, "check_thinking", None)
     for where in ("train.teacher", "rollout.sample"):
@@ -133,7 +150,7 @@ def test_every_setting_arrives(folder, monkeypatch):
         "train.recompute": "true", "optimizer.name": '"lion"', "optimizer.learning_rate": 0.5,
         "optimizer.schedule": '"cosine"', "optimizer.warmup_steps": 4, "optimizer.weight_decay": 0.0625,
         "optimizer.betas": "[0.5, 0.25]", "optimizer.max_grad_norm": 17, "evaluation.temperature": 0.375,
-        "evaluation.success": 0.6,
+        "evaluation.success": 0.6, "evaluation.samples": 3, "evaluation.samples_temperature": 0.625,
     }  # fmt: skip
     assert train(folder, *(f"{key}={value}" for key, value in settings.items())) == 0
     rules = {
@@ -142,7 +159,8 @@ def test_every_setting_arrives(folder, monkeypatch):
     }  # fmt: skip
     sampling = Sampling(max_tokens=9, temperature=0.75, top_p=0.875, top_k=11, min_p=0.125, **rules)
     policy, tasks, algorithm = (seen["run"].pop(place) for place in range(3))
-    reward, teacher, state = (seen["run"].pop(name) for name in ("reward", "teacher", "state"))
+    reward, teacher, resume = (seen["run"].pop(name) for name in ("reward", "teacher", "resume"))
+    assert resume is None
     assert reward == Reward(
         functions=reward.functions, weights=(0.5,), overlong_buffer=5, overlong_factor=2, overlong_cap=1,
         length_penalty=0.5,
@@ -165,8 +183,6 @@ def test_every_setting_arrives(folder, monkeypatch):
             tokens_per_pass=99, max_tokens_per_sequence=77, recompute=True, updates_per_rollout=2, minibatches=3
         ),
     }  # fmt: skip
-    assert (state.optimizer, state.step) == (None, 0)  # what the spy made
-    assert seen["make_optimizer"] == {0: chosen, 1: 7, 2: 6}
     assert teacher == Teacher(teacher.policy, hint="answer", thinking=False)
     assert {a.dtype for _, a in tree_flatten(teacher.policy.model.parameters())} == {mx.bfloat16}
     assert teacher.policy.lora is None
@@ -176,6 +192,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert seen["evaluate"] == {
         "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules),
         "environment": None, "limits": EpisodeLimits(), "max_rows": 13, "seed": 5, "state": TrainerState(7, 7),
+        "samples": 3, "samples_temperature": 0.625,
     }  # fmt: skip
     assert seen["render"]["thinking"] is True
     assert seen["rules_of"] == {0: policy.tokenizer, 1: sampling}
@@ -330,7 +347,7 @@ def test_a_reward_that_always_fails_ends_the_run_in_one_line(folder, capsys):
     )
     assert manifest(folder)["state"] == "failed"
     assert "Traceback" in read_lines(folder / "out/run/events.jsonl")[-1]["traceback"]
-    assert not (folder / "out/run/adapters").exists()  # no update was made
+    assert (folder / "out/run/checkpoints/step-000001").exists()
 
 
 FRAGILE = """
@@ -416,7 +433,9 @@ def test_a_signal_ends_the_run_after_the_step(folder, capfd, name):
     assert (folder / "out/run/adapters/adapters.safetensors").read_bytes() == (
         folder / "out/run/checkpoints/step-000002/adapters.safetensors"
     ).read_bytes()
-    assert json.loads((folder / "out/run/evaluation.json").read_text()).keys() == {"before"}
+    evaluation = json.loads((folder / "out/run/evaluation.json").read_text())
+    assert evaluation["state"] == "begun"
+    assert "after" not in evaluation
     assert "once more to stop at once" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -425,7 +444,10 @@ def test_a_second_signal_ends_it_at_once(folder, capsys):
     twice = "[signal.raise_signal(signal.SIGINT) for _ in range(2) if calls == 3]"
     assert train(folder, "steps=9", on_step=twice) == 130
     assert manifest(folder)["state"] == "interrupted"
-    assert "stopped at once; nothing was learned yet" in capsys.readouterr().out
+    out = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in out[-3:]] == [
+        "stopped at once", "adapter     out/run/adapters", "go on with  mlxrl train --resume out/run",
+    ]  # fmt: skip
     assert [line["step"] for line in read_lines(folder / "out/run/metrics.jsonl")] == [1]
 
 
@@ -452,7 +474,7 @@ def test_ctrl_c_from_outside(folder):
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     assert b"Traceback" not in err
-    assert b"the adapter so far is in out/run/adapters" in out
+    assert out.endswith(b"adapter     out/run/adapters\n  go on with  mlxrl train --resume out/run\n")
     assert manifest(folder)["state"] == "cancelled"
     assert (folder / "out/run/adapters/adapter_config.json").exists()
 
@@ -460,10 +482,10 @@ def test_ctrl_c_from_outside(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "mlxrl: wanted a command, train, eval or plan; see mlxrl --help\n"),
-        (["train"], "mlxrl train: the following arguments are required: --config; see mlxrl train --help\n"),
+        ([], "mlxrl: wanted a command, one of train, eval"),
+        (["train"], "mlxrl train: wanted --config FILE or --resume RUN; see mlxrl train --help\n"),
         (["train", "--config", "a.toml", "--dry"], "mlxrl: unknown option --dry; see mlxrl --help\n"),
-        (["trian"], "mlxrl: argument train | eval | plan: invalid choice: 'trian' (choose from"),
+        (["trian"], "mlxrl: argument COMMAND: invalid choice: 'trian' (choose from"),
     ],
 )
 def test_a_command_line_that_is_none(capsys, arguments, message):
@@ -562,8 +584,9 @@ def test_a_run_stays_where_it_began(folder, capsys):
     (folder / "elsewhere/out/run").mkdir(parents=True)
     assert train(folder, on_step="import os; os.chdir(os.path.dirname(__file__) + '/elsewhere')") == 0
     assert manifest(folder)["state"] == "succeeded"
-    names = {"adapters", "checkpoints", "config.toml", "evaluation.json", "events.jsonl", "manifest.json"}
-    assert {path.name for path in (folder / "out/run").iterdir()} == names | {"metrics.jsonl", "samples.jsonl"}
+    names = {"adapters", "checkpoints", "config.toml", "evaluation.json", "events.jsonl", "lock", "manifest.json"}
+    names |= {"handoff.json", "metrics.jsonl", "samples.jsonl"}
+    assert {path.name for path in (folder / "out/run").iterdir()} == names
     assert not list((folder / "elsewhere/out/run").iterdir())
     assert f"--adapter-path {folder}/out/run/adapters" in capsys.readouterr().out
 
@@ -588,7 +611,7 @@ def test_runs_without_a_folder_that_begin_at_once_have_one_each(folder, monkeypa
         free = real(path)
         if len(taken) < 2:
             taken.append(free)
-            folder_module.claim(free)
+            folder_module.claim(free, lambda path: "")
         return free
 
     monkeypatch.setattr(folder_module, "free_folder", late)

@@ -86,8 +86,8 @@ def _prompts(experiment: Experiment, model: Skeleton, teacher: Skeleton | None) 
     if experiment.environment is not None:
         return
     experiment.require_tasks(fitting_examples(experiment, model, teacher))
-    if experiment.held_out:
-        fitting(model.tokenizer, context_of(model.model), experiment.held_out, sampling.thinking)
+    for some in filter(None, (experiment.held_out, experiment.validation)):
+        fitting(model.tokenizer, context_of(model.model), some, sampling.thinking)
 
 
 def _teacher(experiment: Experiment, student: Skeleton | None, found: list[str]) -> Skeleton | None:

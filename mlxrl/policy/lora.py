@@ -64,15 +64,17 @@ def adapt(model: Any, lora: LoRA, seed: int = 0) -> LoRA:
 def resolve_keys(model: Any, keys: Sequence[str] | None, layers: int) -> list[str]:
     """The names that mlx-lm adapts in the last blocks: those meant, or every linear layer.
 
-    A key is a name in a block or in the model, or the end of such names: `q_proj` is `self_attn.q_proj`.
+    A key is a name in a block or in the model, or the end of such names: `q_proj` is `self_attn.q_proj`. The name in
+    the model of a layer in a block, `model.layers.3.self_attn.q_proj`, is that layer alone.
     """
     block_names = sorted({name for block in model.layers[-layers:] for name in _adaptable(block)})
     if keys is None:
         return [name for name in block_names if name.rsplit(".", 1)[-1] not in ROUTERS]
-    known = [*block_names, *(name for name in _adaptable(model) if ".layers." not in f".{name}")]
+    every = _adaptable(model)
+    known = [*block_names, *(name for name in every if ".layers." not in f".{name}")]
     found: dict[str, None] = {}
     for key in keys:
-        meant = [key] if key in known else [name for name in known if name.endswith(f".{key}")]
+        meant = [key] if key in known or key in every else [name for name in known if name.endswith(f".{key}")]
         if not meant:
             near = did_you_mean(key, [*known, *(name.rsplit(".", 1)[-1] for name in known)])
             why = f"{key!r} matches no layer{near}; the names are: {', '.join(known)}"

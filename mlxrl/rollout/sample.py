@@ -122,7 +122,7 @@ def found_once(policy: Policy, tasks: Sequence[Task], key: object, find: Callabl
             return fitted
     fitted = find()
     if isinstance(tasks, tuple):
-        known[:] = [*known[-2:], (tasks, key, fitted)]  # of training, of its teacher, and of evaluation
+        known[:] = [*known[-3:], (tasks, key, fitted)]  # of training, of its teacher, of validation and evaluation
     if fitted.left_out:
         warnings.warn(fitted.line, stacklevel=4)
     return fitted

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlxrl import algo, plugins
+from mlxrl import algo, plugins, store
 from mlxrl.checked import SettingError
-from mlxrl.config import Origin, text
+from mlxrl.config import Origin, resolved, text
+from mlxrl.data import fingerprint
 from mlxrl.data import tasks as read_tasks
 from mlxrl.errors import UserError, did_you_mean
 from mlxrl.protocols import Algorithm
@@ -25,8 +27,7 @@ if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
     from mlxrl.rollout.chat import Fitting
     from mlxrl.train.evaluate import Evaluation
-    from mlxrl.train.loop import RunState
-    from mlxrl.train.step import Step
+    from mlxrl.train.step import Steps
     from mlxrl.train.teacher import Teacher
 
 T = TypeVar("T")
@@ -36,7 +37,8 @@ T = TypeVar("T")
 class Experiment:
     """A run before its models are loaded.
 
-    table: of the algorithm, resolved; held_out: the examples to evaluate on, none without data.evaluation.
+    table: of the algorithm, resolved; held_out: the examples to evaluate on, none without data.evaluation;
+    validation: those by which an adapter is chosen, none without data.validation.
     """
 
     config: Config
@@ -47,6 +49,7 @@ class Experiment:
     environment: Factory | None
     tasks: tuple[Task, ...]
     held_out: tuple[Task, ...]
+    validation: tuple[Task, ...]
     sinks: tuple[Sink, ...]
 
     @classmethod
@@ -63,23 +66,36 @@ class Experiment:
                 rewarded=rewarded, episodes=environment is not None, hinted=settings.teacher.hint is not None,
             )  # fmt: skip
             _check_data_settings(settings, rewarded)
+            _check_validation(settings)
             _check_echo(settings, algorithm)
             _check_teacher(settings, algorithm)
+            if settings.run.store:
+                _within(("run", "store"), store.place)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         data = settings.data
         tasks = _tasks(settings, data.train, None)
-        held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.examples)
+        held_out = _tasks(settings, data.evaluation, settings.evaluation.examples)
+        validation = _tasks(settings, data.validation, settings.evaluation.examples)
         try:
-            _check_data(settings, rewards, tasks, held_out)
+            _check_data(settings, rewards, tasks, held_out, validation)
             check_tasks(len(tasks), settings.rollout, f"examples of {data.train}")
             sinks = tuple(_sink(name) for name in settings.run.sinks)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         return cls(
             settings, origin, algorithm, _table(settings, algorithm), rewards, environment, tuple(tasks),
-            tuple(held_out), sinks,
+            tuple(held_out), tuple(validation), sinks,
         )  # fmt: skip
+
+    def within(self, folder: Path) -> Experiment:
+        """The same with the folder of its run."""
+        config = self.config
+        return replace(self, config=replace(config, run=replace(config.run, folder=str(folder))))
+
+    def toml_in(self, folder: Path) -> str:
+        """The resolved config of a run in a folder."""
+        return self.within(folder).toml()
 
     def toml(self) -> str:
         """The resolved config: every setting and every argument of the algorithm."""
@@ -101,8 +117,8 @@ class Experiment:
         rules_of(policy.tokenizer, self.config.sampling)
         if trained:
             self.require_tasks(fitting_prompts(policy, self.tasks, self.config.sampling, self.environment))
-        if self.held_out:
-            fitting_prompts(policy, self.held_out, self.config.sampling, self.environment)
+        for some in filter(None, (self.validation if trained else (), self.held_out)):
+            fitting_prompts(policy, some, self.config.sampling, self.environment)
         return policy
 
     def require_tasks(self, fitted: Fitting) -> Fitting:
@@ -136,8 +152,8 @@ class Experiment:
         given = self.config.environment
         return EpisodeLimits(**{one.name: getattr(given, one.name) for one in fields(EpisodeLimits)})
 
-    def steps(self, policy: Policy, teacher: Teacher | None, state: RunState) -> Iterator[Step]:
-        """The steps of training from a state on, each taken when it is asked for."""
+    def steps(self, policy: Policy, teacher: Teacher | None, resume: Path | None = None) -> Steps:
+        """The steps of training, from a checkpoint on where there is one, each taken when it is asked for."""
         from mlxrl.train.loop import run
 
         config = self.config
@@ -145,19 +161,25 @@ class Experiment:
             policy, self.tasks, self.algorithm, reward=replace(config.reward, functions=self.rewards.functions),
             environment=self.environment, teacher=teacher, steps=config.steps, rollout=config.rollout,
             sampling=config.sampling, limits=self.limits(), train=config.train, optimizer=config.optimizer,
-            seed=config.seed, state=state,
+            seed=config.seed, resume=resume,
         )  # fmt: skip
 
-    def evaluator(self, policy: Policy) -> Callable[[int], Evaluation]:
-        """What evaluates a policy on the held-out examples after so many steps, as it is when called."""
+    def evaluation_settings(self) -> dict[str, Any]:
+        """The settings that an evaluation follows from, besides its policy and its examples."""
+        tables = resolved(self.config, self.table)
+        names = ("seed", "evaluation", "sampling", "reward", "environment")
+        return {name: tables[name] for name in names if name in tables}
+
+    def evaluate(self, policy: Policy, tasks: Sequence[Task], step: int, samples: int = 0) -> Evaluation:
+        """Evaluate a policy on examples after so many steps; samples: of each besides."""
         from mlxrl.train.evaluate import evaluate
 
-        temperature = self.config.evaluation.temperature
-        sampling = replace(self.config.sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
-        return lambda step: evaluate(
-            policy, self.held_out, self.rewards, sampling=sampling, environment=self.environment,
-            limits=self.limits(), max_rows=self.config.rollout.max_rows, seed=self.config.seed,
-            state=TrainerState(step, self.config.steps),
+        given = self.config.evaluation
+        sampling = replace(self.config.sampling, temperature=given.temperature, top_p=1.0, top_k=0, min_p=0.0)
+        return evaluate(
+            policy, tasks, self.rewards, sampling=sampling, samples=samples,
+            samples_temperature=given.samples_temperature, environment=self.environment, limits=self.limits(),
+            max_rows=self.config.rollout.max_rows, seed=self.config.seed, state=TrainerState(step, self.config.steps),
         )  # fmt: skip
 
 
@@ -204,9 +226,9 @@ def _sink(name: str) -> Sink:
     return _within(("run", "sinks"), UserSink, name, _within(("run", "sinks"), plugins.find, name))
 
 
-def _tasks(settings: Config, source: str, limit: int | None) -> list[Task]:
+def _tasks(settings: Config, source: str | None, limit: int | None) -> list[Task]:
     data = settings.data
-    return read_tasks(source, data.prompt, system=data.system, limit=limit, **data.columns)
+    return [] if source is None else read_tasks(source, data.prompt, system=data.system, limit=limit, **data.columns)
 
 
 def _check_data_settings(settings: Config, rewarded: bool) -> None:
@@ -214,15 +236,34 @@ def _check_data_settings(settings: Config, rewarded: bool) -> None:
     data = settings.data
     if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit")]:
         raise SettingError("data", "columns", f"{taken[0]!r} is a name that is taken; rename the column to another")
-    if data.evaluation == data.train:
-        raise SettingError("data", "evaluation", "wanted examples that are not trained on, got the training data")
-    if data.evaluation is not None and not rewarded:
-        raise SettingError("reward", "wanted at least one function, got none; data.evaluation is scored by them")
-    if data.evaluation is None:
+    for name in ("evaluation", "validation"):
+        source = getattr(data, name)
+        if source is not None and source == data.train:
+            raise SettingError("data", name, "wanted examples that are not trained on, got the training data")
+        if source is not None and not rewarded:
+            raise SettingError("reward", f"wanted at least one function, got none; data.{name} is scored by them")
+    if data.evaluation is None and data.validation is None:
         given = [("evaluation", one.name) for one in fields(settings.evaluation)
                  if getattr(settings.evaluation, one.name) != one.default]  # fmt: skip
         for where in given + [("run", "evaluate_every")] * (settings.run.evaluate_every > 0):
-            raise SettingError(*where, "has no effect without data.evaluation")
+            raise SettingError(*where, "has no effect without data.evaluation or data.validation")
+    if data.evaluation is None and settings.evaluation.samples:
+        raise SettingError("evaluation", "samples", "has no effect without data.evaluation")
+
+
+def _check_validation(settings: Config) -> None:
+    """SettingError for a choice of adapters without the examples or the evaluations that it is made by."""
+    given, run = settings.data.validation, settings.run
+    choices = {"keep": run.keep == "best", "patience": run.patience, "accept_margin": run.accept_margin is not None}
+    chosen = next((name for name, value in choices.items() if value), None)
+    if chosen and given is None:
+        why = "wanted data.validation, by which an adapter is chosen: what is reported on data.evaluation is not"
+        raise SettingError("run", chosen, why)
+    if given is not None and given == settings.data.evaluation:
+        why = "wanted other examples than those of data.evaluation, because what is reported is not what is chosen by"
+        raise SettingError("data", "validation", why)
+    if given is not None and not run.evaluate_every:
+        raise SettingError("data", "validation", "has no effect without run.evaluate_every")
 
 
 def _check_echo(settings: Config, algorithm: Algorithm) -> None:
@@ -245,9 +286,13 @@ def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
         raise SettingError("teacher", "id", why)
 
 
-def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """SettingError for columns that rewards or the teacher want and the data lack, and for too few examples."""
-    for some in (tasks, held_out):
+def _check_data(
+    settings: Config, rewards: Rewards, tasks: Sequence[Task], held_out: Sequence[Task], validation: Sequence[Task]
+) -> None:
+    """SettingError for columns that rewards or the teacher want and the data lack, and for examples that chose."""
+    if validation and fingerprint(validation) == fingerprint(held_out):
+        raise SettingError("data", "validation", "wanted other examples than those of data.evaluation, got the same")
+    for some in (tasks, held_out, validation):
         if some:
             offered = list(dict.fromkeys(column for task in some for column in task.columns))
             _within(("reward",), check_columns, rewards, offered)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrl.errors import UserError, brief, exception_line
-from mlxrl.files import append_line, extend_last_line
+from mlxrl.files import append_lines, extend_last_line
 from mlxrl.rewards import best_and_worst
 from mlxrl.text import safe
 from mlxrl.types import Trajectory
@@ -54,11 +54,14 @@ class Sink:
     def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
         """The held-out examples were evaluated "before training", "after step 10" or "after training"."""
 
+    def validation(self, when: str, summary: Mapping[str, Any]) -> None:
+        """data.validation was evaluated, in the same way, and the adapter judged by it."""
+
     def end(self, outcome: Outcome) -> None:
         """The run ends, however it does."""
 
 
-METHODS = ("begin", "step", "evaluation", "end")
+METHODS = ("begin", "step", "evaluation", "validation", "end")
 
 
 class UserSink(Sink):
@@ -96,6 +99,10 @@ class UserSink(Sink):
         """Hand it on."""
         self._send("evaluation", when, summary)
 
+    def validation(self, when: str, summary: Mapping[str, Any]) -> None:
+        """Hand it on."""
+        self._send("validation", when, summary)
+
     def end(self, outcome: Outcome) -> None:
         """Hand it on."""
         self._send("end", outcome)
@@ -128,7 +135,7 @@ class MetricsFile(Sink):
     """metrics.jsonl: the numbers of every step, and of the evaluation after it.
 
     An evaluation is `evaluation/accuracy` and so on in the line of the step that it comes after; the one before
-    training is `evaluation/before/accuracy` and so on in the first line.
+    training is `evaluation/before/accuracy` and so on in the first line. Those on data.validation are `validation/...`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,13 +143,19 @@ class MetricsFile(Sink):
         self._before: dict[str, Any] = {}
 
     def step(self, step: Step) -> None:
-        append_line(self._path, {"step": step.number, "time": time.time(), **step.metrics, **self._before})
+        append_lines(self._path, [{"step": step.number, "time": time.time(), **step.metrics, **self._before}])
         self._before = {}
 
     def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
+        self._add("evaluation", summary)
+
+    def validation(self, when: str, summary: Mapping[str, Any]) -> None:
+        self._add("validation", summary)
+
+    def _add(self, what: str, summary: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
-        if not extend_last_line(self._path, {f"evaluation/{name}": value for name, value in numbers.items()}):
-            self._before = {f"evaluation/before/{name}": value for name, value in numbers.items()}
+        if not extend_last_line(self._path, {f"{what}/{name}": value for name, value in numbers.items()}):
+            self._before |= {f"{what}/before/{name}": value for name, value in numbers.items()}
 
 
 class SamplesFile(Sink):
@@ -152,9 +165,12 @@ class SamplesFile(Sink):
         self._path = folder / "samples.jsonl"
 
     def step(self, step: Step) -> None:
-        for number, group in enumerate(step.groups):
-            for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False):
-                append_line(self._path, {"step": step.number, "group": number, "kind": kind, **_sample(one)})
+        samples = [
+            {"step": step.number, "group": number, "kind": kind, **_sample(one)}
+            for number, group in enumerate(step.groups)
+            for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False)
+        ]
+        append_lines(self._path, samples)
 
 
 def _sample(one: Trajectory) -> dict[str, Any]:
