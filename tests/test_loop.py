@@ -178,6 +178,8 @@ def test_a_step_as_text_says_its_reward_and_length():
     assert str(step).startswith(f"step 1  reward {step.metrics['reward']:.3f}  zero-variance groups ")
     assert f"length {step.metrics['completions/mean_length']:.1f}" in str(step)
     assert "tokens/s" in str(step)
+    (taught,) = steps(opd(), teacher=Teacher(hint="hint"), reward=None)
+    assert str(taught).startswith(f"step 1  teacher/kl {taught.metrics['teacher/kl']:.3f}  zero-variance groups ")
     assert step.metrics["rollout/tokens"] == sum(one.length for one in step.groups[0])
 
 

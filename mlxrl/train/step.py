@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,9 +48,10 @@ class Step:
 
     def __str__(self) -> str:
         metrics, rate = self.metrics, self.metrics.get("rollout/tokens_per_second")
+        learned = {name: metrics.get(name, math.nan) for name in ("reward", "teacher/kl")}
         parts = [
             f"step {self.number}",
-            f"reward {metrics['reward']:.3f}",
+            *(f"{name} {value:.3f}" for name, value in learned.items() if math.isfinite(value)),
             f"zero-variance groups {metrics['groups/zero_variance']:.0f} of {metrics['groups/sampled']:.0f}",
             f"length {metrics['completions/mean_length']:.1f}",
             f"truncated {metrics['completions/clipped_ratio']:.0%}",
