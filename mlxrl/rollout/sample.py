@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 
 import mlx.core as mx
 
@@ -101,23 +102,29 @@ def _run_episodes(episodes: Episodes, engine: Engine, workers: Workers) -> None:
 def fitting_prompts(
     policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None
 ) -> Fitting:
-    """The tasks, without those whose prompts fill the context, with a warning. Prompts of environments come later.
-
-    A tuple cannot change, so what was found for one is kept with the policy: evaluations do not render it again.
-    """
+    """The tasks, without those whose prompts fill the context, with a warning. Prompts of environments come later."""
     tasks = as_tasks(tasks)
     check_thinking(policy.tokenizer, sampling.thinking, "sampling")
     if environment is not None:
         return Fitting(tasks)
-    known: list[tuple[Sequence[Task], bool | None, Fitting]] = policy.memo.setdefault("fitting prompts", [])
-    for given, thinking, fitted in known:
-        if given is tasks and thinking == sampling.thinking:
+    make = partial(fitting, policy.tokenizer, context_of(policy.model), tasks, sampling.thinking)
+    return fitted_once(policy, tasks, sampling.thinking, make)
+
+
+def fitted_once(policy: Policy, tasks: Sequence[Task], how: object, make: Callable[[], Fitting]) -> Fitting:
+    """What `make` finds of tasks, with a warning where some are left out; how: what it depends on besides.
+
+    A tuple cannot change, so what was found for one is kept with the policy: evaluations do not render it again.
+    """
+    known: list[tuple[Sequence[Task], object, Fitting]] = policy.memo.setdefault("fitting prompts", [])
+    for given, setting, fitted in known:
+        if given is tasks and setting == how:
             return fitted
-    fitted = fitting(policy.tokenizer, context_of(policy.model), tasks, sampling.thinking)
+    fitted = make()
     if isinstance(tasks, tuple):
-        known[:] = [*known[-1:], (tasks, sampling.thinking, fitted)]  # of training and of evaluation
-    if fitted.left_out:
-        warnings.warn(fitted.line, stacklevel=3)
+        known[:] = [*known[-2:], (tasks, how, fitted)]  # of training and of evaluation
+    if fitted.line:
+        warnings.warn(fitted.line, stacklevel=4)
     return fitted
 
 

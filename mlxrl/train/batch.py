@@ -15,7 +15,7 @@ from mlxrl.protocols import Algorithm
 from mlxrl.settings import Train
 from mlxrl.train.own import advantages_of
 from mlxrl.train.sequences import TokenSequence, sequences_of, shortened, with_prompt
-from mlxrl.types import Batch, Group, MicroBatch, Totals
+from mlxrl.types import Batch, Group, Metrics, MicroBatch, Totals
 
 TOKENS_PER_PASS = 2048
 PASS = 48  # tokens' worth that a micro-batch of any size costs besides its own, as measured
@@ -89,6 +89,19 @@ def totals_of(groups: Sequence[Group], learned: int, observation_tokens: int = 0
         without_signal=sequences - learned,
         observation_tokens=observation_tokens,
     )
+
+
+def tokens_of(batch: Batch) -> Metrics:
+    """Tokens of a batch: those learned, those read, a shared prefix once, and the padding besides."""
+    read = learned = size = 0
+    prefixes = {one.prefix_id: one.prefix.size for one in batch if one.prefix_id is not None}
+    for one in batch:
+        mask = np.array(one.mask) > 0
+        learned += int(mask.sum())
+        read += int((mask.shape[1] - mask[:, ::-1].argmax(axis=1)).sum())
+        size += mask.size
+    shared = sum(prefixes.values())
+    return {"tokens/learned": float(learned), "tokens/read": float(read + shared), "tokens/padding": float(size - read)}
 
 
 def _micro_batches(groups: Sequence[Sequence[TokenSequence]], budget: int) -> Iterator[MicroBatch]:
