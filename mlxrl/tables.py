@@ -34,6 +34,7 @@ class Data:
     train: Annotated[Text, says("source of the examples that are trained on")]
     evaluation: Annotated[Text | None, says("source of the held-out examples")] = None
     prompt: Annotated[Text, says("column with the prompt: a text, or a list of messages")] = "prompt"
+    completion: Annotated[Text | None, says("column with the answer that sft learns; left out, `completion`")] = None
     columns: Annotated[Mapping[str, Text], says("renames: answer = 'solution'")] = field(default_factory=dict[str, str])
     system: Annotated[Text | None, says("system message put before every prompt")] = None
 

@@ -125,10 +125,19 @@ def demonstrable(tokenizer: Any, tasks: Sequence[Task], rules: Rules) -> Fitting
     return Fitting(kept, left_out, f"{why}; {cut:,} of {len(tasks):,} are cut there, and {left_out:,} left out")
 
 
+def all_asked(tasks: Sequence[Task]) -> Sequence[Task]:
+    """The examples as they are asked of the model, the same sequence where they are as they are."""
+    found = tuple(map(asked, tasks))
+    return tasks if all(one is task for one, task in zip(found, tasks, strict=True)) else found
+
+
 def asked(task: Task) -> Task:
-    """The example as it is asked of the model: a conversation without its last answer."""
-    if task.columns.get(COMPLETION) is not None or not task.messages:
+    """The example as it is asked of the model: a conversation without its last answer; PromptError for a text."""
+    if task.columns.get(COMPLETION) is not None:
         return task
+    if not task.messages:
+        why = "a text has no prompt that could be answered; leave reward.functions out"
+        raise PromptError(*((task.where,) if task.where else ()), why)
     return replace(task, prompt=task.messages[: _answers(task.messages, "last")[0]])
 
 

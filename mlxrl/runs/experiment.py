@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxrl import algo, plugins
+from mlxrl.algo.algorithm import turns_of
 from mlxrl.checked import SettingError
 from mlxrl.config import Origin, text
 from mlxrl.data import tasks as read_tasks
@@ -16,13 +17,14 @@ from mlxrl.rewards import TrainerState
 from mlxrl.rewards.scoring import Rewards, check_columns, rewards_of, tell_missing
 from mlxrl.rollout.environment import Factory, check_factory, gives_rewards
 from mlxrl.runs.sinks import Sink, UserSink
-from mlxrl.settings import EpisodeLimits
+from mlxrl.settings import EpisodeLimits, Rollout, Sampling
 from mlxrl.tables import Config
 from mlxrl.train.check import check_run, check_tasks
 from mlxrl.types import Task
 
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
+    from mlxrl.rollout.demonstrations import Rules
     from mlxrl.train.evaluate import Evaluation
     from mlxrl.train.loop import RunState
     from mlxrl.train.step import Step
@@ -60,17 +62,20 @@ class Experiment:
                 algorithm, steps=settings.steps, rollout=settings.rollout, sampling=settings.sampling,
                 reward=settings.reward, train=settings.train, warmup_steps=settings.optimizer.warmup_steps,
                 rewarded=rewarded, episodes=environment is not None,
+                sampled=rewarded and settings.data.evaluation is not None,
             )  # fmt: skip
-            _check_data_settings(settings, rewarded)
+            _check_data_settings(settings, rewarded, algorithm)
+            _check_reference(settings, algorithm)
             _check_echo(settings, algorithm)
             _check_teacher(settings, algorithm)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         data = settings.data
-        tasks = _tasks(settings, data.train, None)
-        held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, settings.evaluation.examples)
+        whole, most = "answers" in algorithm.needs, settings.evaluation.examples
+        tasks = _tasks(settings, data.train, None, whole)
+        held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, most, whole)
         try:
-            _check_data(settings, rewards, tasks, held_out)
+            _check_data(settings, rewards, (held_out,) if whole else (tasks, held_out), tasks)
             check_tasks(len(tasks), settings.rollout, f"examples of {data.train}")
             sinks = tuple(_sink(name) for name in settings.run.sinks)
         except UserError as error:
@@ -91,17 +96,30 @@ class Experiment:
             UserError: it cannot be had, or its template or tokenizer does not take the prompts or the sampling.
         """
         from mlxrl.policy.policy import load
+        from mlxrl.rollout.demonstrations import learnable
         from mlxrl.rollout.sample import fitting_prompts
         from mlxrl.rollout.stop_rules import rules_of
 
         model = self.config.model
         lora, adapter = (self.config.lora, model.adapter) if trained else (None, adapter)
-        policy = load(model.id, lora=lora, dtype=model.dtype, adapter=adapter, seed=self.config.seed)
+        policy = load(
+            model.id, lora=lora, dtype=model.dtype, adapter=adapter, reference=model.reference, seed=self.config.seed
+        )
         rules_of(policy.tokenizer, self.config.sampling)
+        learned = self.learned(policy.model)
         for some in (self.tasks if trained else (), self.held_out):
-            if some:
+            if some and learned is not None:
+                learnable(policy, some, learned)
+            elif some:
                 fitting_prompts(policy, some, self.config.sampling, self.environment)
         return policy
+
+    def learned(self, model: Any) -> Rules | None:
+        """How examples become what an algorithm learns that learns from answers; None for one that samples."""
+        from mlxrl.rollout.demonstrations import rules_for
+
+        turns, config = turns_of(self.algorithm), self.config
+        return turns and rules_for(model, turns, config.sampling.thinking, config.train.max_tokens_per_sequence)
 
     def teacher(self, policy: Policy) -> Teacher | None:
         """The teacher of a policy, its model loaded where it has one of its own; None for an algorithm without one.
@@ -130,11 +148,16 @@ class Experiment:
         from mlxrl.train.loop import run
 
         config = self.config
+        given: dict[str, Any] = {
+            "reward": replace(config.reward, functions=self.rewards.functions), "environment": self.environment,
+            "rollout": config.rollout, "sampling": config.sampling, "limits": self.limits(),
+        }  # fmt: skip
+        if "answers" in self.algorithm.needs:  # the rest is that of evaluations
+            sampling = Sampling(thinking=config.sampling.thinking)
+            given = {"rollout": Rollout(tasks_per_step=config.rollout.tasks_per_step), "sampling": sampling}
         return run(
-            policy, self.tasks, self.algorithm, reward=replace(config.reward, functions=self.rewards.functions),
-            environment=self.environment, teacher=teacher, steps=config.steps, rollout=config.rollout,
-            sampling=config.sampling, limits=self.limits(), train=config.train, optimizer=config.optimizer,
-            seed=config.seed, state=state,
+            policy, self.tasks, self.algorithm, teacher=teacher, steps=config.steps, train=config.train,
+            optimizer=config.optimizer, seed=config.seed, state=state, **given,
         )  # fmt: skip
 
     def evaluator(self, policy: Policy) -> Callable[[int], Evaluation]:
@@ -146,7 +169,7 @@ class Experiment:
         return lambda step: evaluate(
             policy, self.held_out, self.rewards, sampling=sampling, environment=self.environment,
             limits=self.limits(), max_rows=self.config.rollout.max_rows, seed=self.config.seed,
-            state=TrainerState(step, self.config.steps),
+            state=TrainerState(step, self.config.steps), turns=turns_of(self.algorithm), train=self.config.train,
         )  # fmt: skip
 
 
@@ -193,25 +216,36 @@ def _sink(name: str) -> Sink:
     return _within(("run", "sinks"), UserSink, name, _within(("run", "sinks"), plugins.find, name))
 
 
-def _tasks(settings: Config, source: str, limit: int | None) -> list[Task]:
-    data = settings.data
-    return read_tasks(source, data.prompt, system=data.system, limit=limit, **data.columns)
+def _tasks(settings: Config, source: str, limit: int | None, whole: bool) -> list[Task]:
+    data: Any = settings.data
+    columns = {**({} if data.completion is None else {"completion": data.completion}), **data.columns}
+    return read_tasks(source, data.prompt, system=data.system, limit=limit, whole=whole, **columns)
 
 
-def _check_data_settings(settings: Config, rewarded: bool) -> None:
+def _check_data_settings(settings: Config, rewarded: bool, algorithm: Algorithm) -> None:
     """SettingError for settings of data and evaluation that do not go together."""
-    data = settings.data
-    if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit")]:
+    data, learned = settings.data, "answers" in algorithm.needs
+    if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit", "whole")]:
         raise SettingError("data", "columns", f"{taken[0]!r} is a name that is taken; rename the column to another")
     if data.evaluation == data.train:
         raise SettingError("data", "evaluation", "wanted examples that are not trained on, got the training data")
-    if data.evaluation is not None and not rewarded:
+    if data.completion is not None and not learned:
+        raise SettingError("data", "completion", f"has no effect, because {algorithm.name} learns from samples")
+    if data.completion is not None and "completion" in data.columns:
+        raise SettingError("data", "columns", "'completion' is data.completion; leave one of them out")
+    if data.evaluation is not None and not rewarded and not learned:
         raise SettingError("reward", "wanted at least one function, got none; data.evaluation is scored by them")
     if data.evaluation is None:
         given = [("evaluation", one.name) for one in fields(settings.evaluation)
                  if getattr(settings.evaluation, one.name) != one.default]  # fmt: skip
         for where in given + [("run", "evaluate_every")] * (settings.run.evaluate_every > 0):
             raise SettingError(*where, "has no effect without data.evaluation")
+
+
+def _check_reference(settings: Config, algorithm: Algorithm) -> None:
+    if settings.model.reference is not None and "reference" not in algorithm.needs:
+        why = "has no effect, because no term compares with a reference, as [algorithm.kl] does"
+        raise SettingError("model", "reference", why)
 
 
 def _check_echo(settings: Config, algorithm: Algorithm) -> None:
@@ -236,9 +270,9 @@ def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
         raise SettingError("teacher", "hint", "an environment writes the prompts; leave the hint out")
 
 
-def _check_data(settings: Config, rewards: Rewards, tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """SettingError for columns that rewards or the teacher want and the data lack, and for too few examples."""
-    for some in (tasks, held_out):
+def _check_data(settings: Config, rewards: Rewards, scored: Sequence[Sequence[Task]], tasks: Sequence[Task]) -> None:
+    """SettingError for columns that rewards want of what they score, or the teacher of tasks, and the data lack."""
+    for some in scored:
         if some:
             offered = list(dict.fromkeys(column for task in some for column in task.columns))
             _within(("reward",), check_columns, rewards, offered)
