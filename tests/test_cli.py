@@ -459,10 +459,10 @@ def test_ctrl_c_from_outside(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "mlxrl: wanted a command, train, eval or plan; see mlxrl --help\n"),
+        ([], "mlxrl: wanted a command, one of train, eval"),
         (["train"], "mlxrl train: the following arguments are required: --config; see mlxrl train --help\n"),
         (["train", "--config", "a.toml", "--dry"], "mlxrl: unknown option --dry; see mlxrl --help\n"),
-        (["trian"], "mlxrl: argument train | eval | plan: invalid choice: 'trian' (choose from"),
+        (["trian"], "mlxrl: argument COMMAND: invalid choice: 'trian' (choose from"),
     ],
 )
 def test_a_command_line_that_is_none(capsys, arguments, message):

@@ -168,7 +168,7 @@ CONFIG = {"msgspec", "tomli_w", "typing_extensions"}
 @pytest.mark.parametrize(
     ("arguments", "code", "piece", "allowed", "most"),
     [
-        (["--help"], 0, "train | eval", NOTHING, 150),
+        (["--help"], 0, "evaluate on a config", NOTHING, 150),
         (["--version"], 0, "mlx-lm", NOTHING, 220),
         (["train", "--help"], 0, "sampling.top_p = 1.0", CONFIG, 220),
         (["train", "--dry"], 2, "--config", NOTHING, 150),

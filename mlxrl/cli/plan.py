@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -195,23 +196,19 @@ def assignments(chosen: Mapping[str, Any]) -> list[str]:
     return [f"{name}={str(value).lower()}" for name, value in sorted(chosen.items(), reverse=True)]
 
 
-def command(experiment: Experiment, free: Path, *, memory: float | None, fit: bool, as_json: bool) -> int:
-    """Print the plan of a run; 0 where it fits, 1 where not.
-
-    Args:
-        free: the run's folder, where the config has none; memory: GB, None for the machine's.
-    """
-    plan = Plan.of(experiment, memory)
-    plan = fitted(plan) if fit else usual(plan)
+def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
+    """Print the plan of a run; 0 where it fits, 1 where not."""
+    plan = Plan.of(experiment, arguments.memory)
+    plan = fitted(plan) if arguments.fit else usual(plan)
     chosen, fits, highest = plan.chosen(PASS, RECOMPUTE, ROWS), plan.fits(), max(map(plan.peak, PARTS))
-    seconds = past_seconds(Path(experiment.config.run.folder or free))
-    if as_json:
+    seconds = past_seconds(Path(experiment.config.run.folder or arguments.free))
+    if arguments.json:
         parts = {part: {"peak": plan.peak(part), **plan.need(part)} for part in PARTS}
         found = {"fits": fits, "memory": plan.memory, "peak": highest, "prompt": plan.work(plan.config).prompt}
         found |= {"parts": parts, "settings": chosen, "remedy": [] if fits else remedy(plan), "seconds": seconds}
         print(json.dumps(found, indent=2))
     else:
-        print("\n".join([*lines(plan, seconds), *(assignments(chosen) if fit else [])]))
+        print("\n".join([*lines(plan, seconds), *(assignments(chosen) if arguments.fit else [])]))
     return 0 if fits else 1
 
 

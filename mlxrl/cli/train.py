@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,21 +19,14 @@ from mlxrl.runs.sinks import MetricsFile, SamplesFile
 from mlxrl.text import safe
 
 
-def command(
-    experiment: Experiment, free: Path, line: Sequence[str], *, dry_run: bool = False, memory: float | None = None
-) -> int:
-    """Train as a config says, or print what that would be.
-
-    Args:
-        free: the run's folder, where the config has none and nobody else has taken it; line: the command line, for the
-            manifest.
-    """
-    config = experiment.config
+def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
+    """Train as a config says, or print what that would be."""
+    config, free = experiment.config, arguments.free
     path = Path(config.run.folder or free_folder(free))
     refuse_taken(path)
-    tried = trial(experiment) if dry_run else None
-    wanted = dry_run or config.train.tokens_per_pass is None
-    found = plan.planned(experiment, memory) if wanted else ""
+    tried = trial(experiment) if arguments.dry_run else None
+    wanted = arguments.dry_run or config.train.tokens_per_pass is None
+    found = plan.planned(experiment, arguments.memory) if wanted else ""
     experiment, chosen = plan.settled(experiment, found)
     if tried is not None:
         return _dry_run(_in(experiment, path), tried, chosen, found)
@@ -46,8 +39,8 @@ def command(
         experiment = _in(experiment, folder.path)
         folder.begin(experiment.toml())
         folder.record(
-            command=["mlxrl", "train", "--config", *line], seed=config.seed, versions=facts.versions(),
-            device=facts.device(), data=_digests(experiment),
+            command=["mlxrl", "train", "--config", arguments.config, *arguments.overrides], seed=config.seed,
+            versions=facts.versions(), device=facts.device(), data=_digests(experiment),
         )  # fmt: skip
         sinks = (console, MetricsFile(folder.path), SamplesFile(folder.path), *experiment.sinks)
         lines = [("a pass", f"at most {chosen}")] if chosen else []

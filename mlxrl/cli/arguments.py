@@ -1,0 +1,117 @@
+"""The arguments of the commands. A command is a module of its name beside this one, with a function `command`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from mlxrl.names import foreign
+
+EPILOG = """key=value sets a key of the config, as TOML:
+  mlxrl {name} --config run.toml optimizer.learning_rate=2e-5 run.folder="runs/second"
+"""
+KEYS = "keys, with their defaults; those of [algorithm] are the arguments of its recipe:"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose faults are one line, and whose help ends with the keys of a config where it takes some."""
+
+    keyed = False
+
+    def format_help(self) -> str:
+        """The help, with a line for each key of a config."""
+        if not self.keyed:
+            return super().format_help()
+        from mlxrl.config import keys
+
+        lines = [(f"{key.name} = {key.default}" if key.default else key.name, key.sentence) for key in keys()]
+        named = "\n".join(f"  {name:<33} {sentence}" for name, sentence in lines)
+        return f"{super().format_help()}\n{KEYS}\n{named}\n"
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and exit with 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command and its arguments; those of a command that reads a config have `overrides`."""
+    parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
+    parser.add_argument("--version", action="store_true", help="print versions and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for add in (_train, _eval, _plan):
+        add(commands)
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.version:
+        from mlxrl.runs.facts import versions
+
+        parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
+    if unknown := next((word for word in rest if word.startswith("-")), None):
+        parser.error(f"unknown option {unknown}{_meant(unknown)}")
+    if arguments.command is None:
+        parser.error(f"wanted a command, one of {', '.join(commands.choices)}")
+    if rest and not hasattr(arguments, "overrides"):
+        parser.error(f"{arguments.command} takes no {rest[0]!r}")
+    if rest:
+        arguments.overrides += rest  # those that argparse leaves over when options stand between them
+    return arguments
+
+
+def _train(commands: Any) -> None:
+    train = _with_config(commands, "train", "train adapters as a config says")
+    train.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
+    _memory(train)
+
+
+def _eval(commands: Any) -> None:
+    evaluate = _with_config(commands, "eval", "evaluate on a config's held-out examples")
+    evaluate.add_argument("--adapter", metavar="DIR", help="a saved adapter; else model.adapter, or none")
+
+
+def _plan(commands: Any) -> None:
+    plan = _with_config(commands, "plan", "measure what memory a config's run needs, and whether it fits; 1 if not")
+    plan.add_argument(
+        "--fit", action="store_true", help="choose the size of a pass, recomputation and rows so that it fits"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    _memory(plan)
+
+
+def _memory(command: Parser) -> None:
+    command.add_argument("--memory", metavar="GB", type=_gigabytes, help="memory there is; else the machine's")
+
+
+def _with_config(commands: Any, name: str, about: str) -> Parser:
+    """A command that reads a config."""
+    command: Parser = commands.add_parser(
+        name,
+        help=about,
+        description=about,
+        epilog=EPILOG.format(name=name),
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.keyed = True
+    command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
+    return command
+
+
+def _meant(option: str) -> str:
+    """The key that an unknown option may stand for."""
+    from mlxrl.config import keys
+
+    name = option.partition("=")[0].lstrip("-").replace("-", "_")
+    same = next((key.name for key in keys() if name in (key.name, key.name.rpartition(".")[2])), None)
+    return foreign(name) or (f"; here it is {same}=..." if same else "")
+
+
+def _gigabytes(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"wanted GB, a number above 0 and at most 1e6, got {word!r}")
+    return value
