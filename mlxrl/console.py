@@ -121,7 +121,7 @@ class Console(Sink):
             self._progress.start()
 
     def _line(self, step: Step) -> None:
-        """Mean reward or loss, what `_sampled` or `_learned` says, seconds of the update, peak memory, the time left."""
+        """Mean reward or loss, what `_sampled` or `_learned` says, seconds of the update, peak memory, time left."""
         metrics, done = step.metrics, step.number
         current = float(metrics.get("loss" if step.demonstrated else "reward", math.nan))
         mark, style = MARKS[trend(current, self._course)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*%@"

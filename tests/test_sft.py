@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,12 +14,19 @@ import numpy as np
 import pytest
 
 import mlxrl as rl
-from helpers import EXAMPLE, a_policy, assert_same_gradient, length, made
+from helpers import EXAMPLE, TRAINED, a_policy, assert_same_gradient, length, made, moved
+from mlxrl import config
 from mlxrl.algo.reduce import finish
+from mlxrl.cli.main import main
+from mlxrl.cli.plan import Plan
+from mlxrl.files import read_lines
 from mlxrl.policy.policy import Policy
+from mlxrl.rollout.demonstrations import demonstration
+from mlxrl.runs.experiment import Experiment
 from mlxrl.settings import Train
 from mlxrl.train.batch import make_batch, tokens_of
 from mlxrl.train.gradient import gradient
+from mlxrl.train.update import complete
 from mlxrl.types import Group
 from models import dense, hybrid, moe
 
@@ -143,3 +152,124 @@ def test_a_run_counts_what_it_leaves_out_and_cuts() -> None:
     (step,) = run
     assert step.metrics["prompts/left_out"] == 1
     assert step.metrics["completions/clipped_ratio"] == pytest.approx(1 / 9)
+
+
+def test_held_out_loss_is_the_mean_over_all_answers_tokens_and_its_change_is_paired() -> None:
+    policy, tasks = adder()
+    some = tasks[:12]
+    before = rl.evaluate(policy, some, turns="all")
+    losses = [finish(gradient(policy, make_batch([group], rl.sft()), rl.sft())[0])["loss"]
+              for group in [(demonstration(policy.tokenizer, task),) for task in some]]  # fmt: skip
+    assert before.answers is not None
+    counts = before.answers.tokens
+    assert counts == tuple(len(task.columns["completion"]) + 1 for task in some)
+    assert before.summary()["loss"] == pytest.approx(np.dot(losses, counts) / sum(counts), rel=1e-5)
+    assert before.summary().keys() == {"loss", "perplexity", "answer_tokens", "n"}
+    moved(policy)
+    after = rl.evaluate(policy, some, turns="all")
+    found = rl.compare(before, after)
+    assert found["loss_difference"] == pytest.approx(after.summary()["loss"] - before.summary()["loss"], abs=1e-9)
+    assert found["loss_interval"][0] < found["loss_difference"] < found["loss_interval"][1]
+
+
+def test_with_a_reward_an_evaluation_has_both() -> None:
+    policy, tasks = adder()
+    reply = {"role": "assistant", "content": "12"}
+    talks = [rl.Task(({"role": "user", "content": task.prompt}, reply), {"answer": "x"}) for task in tasks[:3]]
+    found = rl.evaluate(policy, talks, length, turns="last", sampling=rl.Sampling(max_tokens=3, temperature=0.0))
+    assert {"loss", "accuracy", "mean_reward"} <= found.summary().keys()
+    assert [len(one.task.messages) for one in found.trajectories] == [1, 1, 1]  # asked without the answer
+    (text,) = rl.tasks([{"text": "abc"}], prompt="text")
+    with pytest.raises(ValueError, match="a text has no prompt that could be answered"):
+        rl.evaluate(policy, [text], length, turns="all")
+
+
+def test_the_reference_is_the_start_or_the_base(tmp_path: Path) -> None:
+    """Bit for bit: log-probs of the base model, or of the model with the adapter as it was loaded."""
+    first = rl.load(str(EXAMPLE))
+    moved(first)
+    first.save(tmp_path)
+    tasks = rl.tasks(EXAMPLE / "train.jsonl", **PAIRS)[:4]
+    algorithm = rl.sft(terms=[rl.KL(coefficient=0.1)])
+    wanted = {"base": rl.load(str(EXAMPLE), lora=None), "start": first, None: first}
+    for reference, other in wanted.items():
+        policy = rl.load(str(EXAMPLE), adapter=tmp_path, reference=reference)
+        moved(policy, seed=2)
+        batch = make_batch([(demonstration(policy.tokenizer, task),) for task in tasks], algorithm)
+        found = complete(policy, batch, algorithm, frozenset({"reference"}))
+        plain = complete(other, batch, algorithm, frozenset({"old"}))
+        for one, same in zip(found, plain, strict=True):
+            assert one.reference_logprobs is not None
+            assert same.old_logprobs is not None
+            assert mx.array_equal(one.reference_logprobs, same.old_logprobs)
+
+
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, command: str = "sft") -> int:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sft.toml").write_text(
+        TRAINED.replace("[data]", '[data]\ncompletion = "answer"\n') + f'evaluation = "{EXAMPLE}/test.jsonl"\n'
+        "[evaluation]\nexamples = 8\n[optimizer]\nlearning_rate = 1e-2\n"
+    )
+    return main([command, "--config", "sft.toml", "steps=3", "train.tokens_per_pass=256", 'run.folder="out"', *words])
+
+
+def test_the_command_trains_evaluates_and_leaves_an_adapter_that_rl_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_folder(tmp_path, monkeypatch, "run.checkpoint_every=2", "run.evaluate_every=2") == 0
+    shown = capsys.readouterr().out
+    assert "answers of 4 examples, 1 update" in shown
+    assert "perplexity length trunc. padding" in shown
+    assert "held-out  loss" in shown
+    out = tmp_path / "out"
+    lines = read_lines(out / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert {"loss", "perplexity", "tokens/padding", "evaluation/before/loss"} <= lines[0].keys()
+    assert "evaluation/loss" in lines[1]
+    assert "evaluation/accuracy" not in lines[1]
+    found = json.loads((out / "evaluation.json").read_text())
+    assert found["loss_difference"] == pytest.approx(found["after"]["loss"] - found["before"]["loss"])
+    assert found["loss_difference"] < 0
+    assert (out / "checkpoints" / "step-000002" / "state.json").is_file()
+    assert json.loads((out / "manifest.json").read_text())["command"][1] == "sft"
+    # the resolved config says which algorithm it was
+    assert main(["eval", "--config", str(out / "config.toml"), "--adapter", "out/adapters"]) == 0
+    assert f"loss {found['after']['loss']:.4f}" in capsys.readouterr().out
+    policy = rl.load(str(EXAMPLE), adapter=out / "adapters")
+    assert policy.start
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollout.group_size=4"], "rollout: group_size: has no effect, because sft samples nothing"),
+        (["sampling.max_tokens=9"], "sampling: max_tokens: has no effect"),
+        (["model.reference='base'"], "model: reference: has no effect, because no term compares with a reference"),
+        (["data.completion=nothing"], "no column 'nothing', wanted as 'completion'"),
+        (["data.columns.completion='answer'"], "data: columns: 'completion' is data.completion"),
+        (["algorithm.correction={}"], "sft: algorithm.correction: has no effect, because nothing is sampled"),
+    ],
+)
+def test_settings_without_effect_are_refused_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert run_folder(tmp_path, monkeypatch, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_each_command_refuses_what_is_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = 'reward.functions=["mlxrl.rewards:last_number_matches"]'
+    assert run_folder(tmp_path, monkeypatch, reward, command="train") == 2
+    assert "data: completion: has no effect, because grpo learns from samples" in capsys.readouterr().err
+    (tmp_path / "rl.toml").write_text(f'{TRAINED}[algorithm]\nname = "grpo"\n')
+    assert main(["sft", "--config", "rl.toml", reward]) == 2
+    assert "rl.toml: algorithm: name: wanted 'sft', which is the default here, got 'grpo'" in capsys.readouterr().err
+
+
+def test_a_plan_knows_what_a_step_reads(tmp_path: Path) -> None:
+    (tmp_path / "sft.toml").write_text(f'{TRAINED}completion = "answer"\n[algorithm]\nname = "sft"\n')
+    plan = Plan.of(Experiment.of(*config.read(tmp_path / "sft.toml")))
+    assert plan.work(plan.config).widest() == (0, 4, 17)  # 12 tokens of a prompt, and 4 digits with their end
+    assert plan.need("rollout").keys() == {"weights", "adapters", "optimizer"}  # nothing is sampled

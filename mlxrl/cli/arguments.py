@@ -40,7 +40,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for add in (_train, _eval, _plan):
+    for add in (_train, _sft, _eval, _plan):
         add(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
@@ -59,9 +59,18 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _train(commands: Any) -> None:
-    train = _with_config(commands, "train", "train adapters as a config says")
-    train.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
-    _memory(train)
+    _with_dry_run(_with_config(commands, "train", "train adapters as a config says"))
+
+
+def _sft(commands: Any) -> None:
+    sft = _with_config(commands, "sft", "train adapters on the answers that a config's data hold")
+    sft.set_defaults(defaults={"algorithm": {"name": "sft"}})
+    _with_dry_run(sft)
+
+
+def _with_dry_run(command: Parser) -> None:
+    command.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
+    _memory(command)
 
 
 def _eval(commands: Any) -> None:

@@ -8,7 +8,7 @@ from mlxrl.errors import UserError
 from mlxrl.files import expanded
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import near
-from mlxrl.text import safe
+from mlxrl.text import evaluated, safe
 
 
 def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
@@ -21,8 +21,7 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
     policy = experiment.load(trained=False, adapter=adapter)
     found = experiment.evaluator(policy)(0).summary(experiment.config.evaluation.success)
     name = safe(near(adapter or "without adapter"))
-    numbers = f"mean reward {found['mean_reward']:.4f}, {found['n']} examples"
-    print(f"{name}: accuracy {found['accuracy']:.4f}, {numbers}")
+    print(f"{name}: {evaluated(found, digits=4)}")
     if warning := found.get("warning"):
         print(safe(warning))
     return 0

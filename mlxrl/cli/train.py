@@ -39,7 +39,7 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
         experiment = _in(experiment, folder.path)
         folder.begin(experiment.toml())
         folder.record(
-            command=["mlxrl", "train", "--config", arguments.config, *arguments.overrides], seed=config.seed,
+            command=["mlxrl", arguments.command, "--config", arguments.config, *arguments.overrides], seed=config.seed,
             versions=facts.versions(), device=facts.device(), data=_digests(experiment),
         )  # fmt: skip
         sinks = (console, MetricsFile(folder.path), SamplesFile(folder.path), *experiment.sinks)

@@ -85,6 +85,11 @@ class Experiment:
             tuple(held_out), sinks,
         )  # fmt: skip
 
+    @property
+    def completed(self) -> tuple[Task, ...]:
+        """The examples that the model completes: those of evaluations alone, where it learns from answers."""
+        return self.held_out if "answers" in self.algorithm.needs else self.tasks
+
     def toml(self) -> str:
         """The resolved config: every setting and every argument of the algorithm."""
         return text(self.config, self.table)
@@ -272,6 +277,10 @@ def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
 
 def _check_data(settings: Config, rewards: Rewards, scored: Sequence[Sequence[Task]], tasks: Sequence[Task]) -> None:
     """SettingError for columns that rewards want of what they score, or the teacher of tasks, and the data lack."""
+    if len(scored) == 1 and rewards.functions:  # which score the answers of the model beside those of the data
+        from mlxrl.rollout.demonstrations import all_asked
+
+        all_asked(scored[0])
     for some in scored:
         if some:
             offered = list(dict.fromkeys(column for task in some for column in task.columns))
