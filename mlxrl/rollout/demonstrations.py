@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -90,8 +91,14 @@ def demonstration(tokenizer: Any, task: Task, rules: Rules = Rules()) -> Traject
     )
     tokens = sum(len(turn.tokens) for turn in turns)
     whole = tokens == sum(len(turn.tokens) for some in sequences for turn in some)
-    sampling = Sampling(max_tokens=max(tokens, 1), thinking=rules.thinking)
+    sampling = _sampling(max(tokens, 1), rules.thinking)
     return Trajectory(task, turns, stop="eos" if whole else "length", sampling=sampling)
+
+
+@lru_cache(maxsize=1024)
+def _sampling(tokens: int, thinking: bool | None) -> Sampling:
+    """The settings of a trajectory of so many tokens; checking them costs more than the rest of it."""
+    return Sampling(max_tokens=tokens, thinking=thinking)
 
 
 def rules_for(model: Any, turns: Literal["all", "last"], thinking: bool | None, longest: int | None) -> Rules:
@@ -204,7 +211,8 @@ def _laid_out(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[Turn]:
             beginning, answer = brief(before[-40:]), brief(text[-80:])
             why = f"the chat template begins an answer with {beginning}, and writes one as {answer}"
             raise PromptError("answer", f"{why}; sampling.thinking may change that")
-        start, end = (_common(ids, encoded(tokenizer, "answer", part)) for part in (before, text))
+        start = _common(ids, encoded(tokenizer, "answer", before))
+        end = len(ids) if text is pairs[-1][1] else _common(ids, encoded(tokenizer, "answer", text))
         stops = [place for place in range(start, end) if ids[place] in tokenizer.eos_token_ids]
         end = stops[-1] + 1 if stops else end
         turns.append(_turn(ids[read:start], ids[start:end]))
