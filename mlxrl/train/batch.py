@@ -159,11 +159,8 @@ def _cuts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
 
 def micro_batch(sequences: Sequence[TokenSequence], prefix_id: int | None = None) -> MicroBatch:
     """Sequences of one prompt, which is the prefix, padded on the right to the same length."""
-    width = max(sequence.length for sequence in sequences)
-    arrays = {
-        name: mx.array(np.stack([_padded(sequence.arrays()[name], width) for sequence in sequences]))
-        for name in sequences[0].arrays()
-    }
+    rows = [sequence.arrays() for sequence in sequences]
+    arrays = {name: mx.array(_padded([row[name] for row in rows])) for name in rows[0]}
     return MicroBatch(
         prefix=mx.array(sequences[0].prompt, mx.int32),
         temperature=sequences[0].temperature,
@@ -173,5 +170,9 @@ def micro_batch(sequences: Sequence[TokenSequence], prefix_id: int | None = None
     )
 
 
-def _padded(array: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(array, [(0, width - len(array)), *[(0, 0)] * (array.ndim - 1)])
+def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays [T, ...] of different lengths as one, [B, T, ...], with zeros after the shorter ones."""
+    found = np.zeros((len(arrays), max(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
+    for row, array in zip(found, arrays, strict=True):
+        row[: len(array)] = array
+    return found
