@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Reward, Rollout, Sampling, Train
     from mlxrl.train.batch import make_batch
     from mlxrl.train.evaluate import compare, evaluate
-    from mlxrl.train.loop import RunState, run
+    from mlxrl.train.loop import run
     from mlxrl.train.step import Step
     from mlxrl.train.optimizer import make_optimizer
     from mlxrl.train.teacher import Teacher
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm", "Correction", "Echo", "Entropy", "Environment", "EpisodeLimits", "Feedback", "KL", "KLReward", "LoRA",
-    "MicroBatch", "OffPolicyMask", "Optimizer", "Policy", "Reward", "Rollout", "RunState", "Sampling", "Sink", "Step",
+    "MicroBatch", "OffPolicyMask", "Optimizer", "Policy", "Reward", "Rollout", "Sampling", "Sink", "Step",
     "Task", "Teacher", "TeacherAdvantage", "TeacherKL", "TeacherSurrogate", "TeacherTopK", "TeacherVocabulary", "Term",
     "Train", "Trajectory", "Turn", "Veto", "Whiten", "algo", "cispo", "compare", "cycle", "dapo", "dppo", "dr_grpo",
     "evaluate", "gigpo", "gmpo", "grpo", "gspo", "gspo_token", "load", "logprobs", "luspo", "make_batch",
@@ -58,7 +58,7 @@ _HOMES = {
     "settings": ("EpisodeLimits", "LoRA", "Optimizer", "Reward", "Rollout", "Sampling", "Train"),
     "train.batch": ("make_batch",),
     "train.evaluate": ("compare", "evaluate"),
-    "train.loop": ("RunState", "run"),
+    "train.loop": ("run",),
     "train.step": ("Step",),
     "train.optimizer": ("make_optimizer",),
     "train.teacher": ("Teacher",),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -73,6 +75,15 @@ def is_missing(value: Any) -> bool:
     if isinstance(value, str):
         return not value.strip()
     return value is None or (isinstance(value, float) and value != value)
+
+
+def fingerprint(tasks: Sequence[Task]) -> str:
+    """SHA-256 over examples as they were understood: their prompts and columns, in their order."""
+    total = hashlib.sha256()
+    for task in tasks:
+        example = json.dumps([task.prompt, dict(task.columns)], sort_keys=True, default=str)
+        total.update(example.encode("utf-8", "backslashreplace") + b"\n")
+    return total.hexdigest()
 
 
 def cycle(tasks: Sequence[Task], n: int, seed: int = 0, start: int = 0) -> Iterator[list[Task]]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 DEPTH = 100
 """Lists and objects inside one another at most: what copies or writes a value calls itself for each."""
+
+
+SMALL = 1 << 20
+"""Bytes: a disk with less than that is full."""
 
 
 class StrictError(ValueError):
@@ -24,6 +30,12 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
     """Yield a temporary path beside `path`; on success it takes the place of `path`, on an error it is removed.
@@ -33,13 +45,27 @@ def replacing(path: Path) -> Generator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        yield temporary
+        with written_by_mlx(path):
+            yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def written_by_mlx(path: Path) -> Generator[None]:
+    """A block in which MLX writes a file: where it cannot, an OSError as of other writes, though not with its cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "[write]" not in str(error) and "[save" not in str(error):
+            raise
+        full = shutil.disk_usage(path.parent).free < SMALL
+        number = errno.ENOSPC if full else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 @contextmanager
@@ -53,7 +79,8 @@ def replacing_all(folder: Path, names: Sequence[str]) -> Generator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        yield temporary
+        with written_by_mlx(folder):
+            yield temporary
         for name in names:
             with open(temporary / name, "rb") as file:
                 os.fsync(file.fileno())
@@ -79,15 +106,20 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(plain(value), indent=2, allow_nan=False, default=str) + "\n")
 
 
-def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record as a line, in one write. A line torn before is ended first, so that it takes no other with it."""
-    text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False, default=str)
-    line = text.encode("utf-8", "backslashreplace") + b"\n"
+def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Append records as lines, in one write that is synced.
+
+    A line torn before is ended first, so that it takes no other with it. OSError where not all could be written.
+    """
+    lines = b"".join(map(_line, records))
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" + line if torn else line)
+        lines = b"\n" + lines if torn else lines
+        if (written := os.write(descriptor, lines)) < len(lines):
+            os.write(descriptor, lines[written:])  # says why not all of it was
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -98,10 +130,20 @@ def extend_last_line(path: Path, record: Mapping[str, Any]) -> bool:
     last = _record(lines[-1]) if lines else None
     if last is None:
         return False
-    text = json.dumps(plain({**last, **record}), ensure_ascii=False, allow_nan=False, default=str)
     with replacing(path) as temporary:
-        temporary.write_bytes(b"".join(lines[:-1]) + text.encode("utf-8", "backslashreplace") + b"\n")
+        temporary.write_bytes(b"".join(lines[:-1]) + _line({**last, **record}))
     return True
+
+
+def keep_lines(path: Path, kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Leave out of a file of JSON lines the records that are not kept, and lines that a kill has torn, in one piece."""
+    if not path.is_file():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    left = [line for line in lines if line.endswith(b"\n") and (record := _record(line)) is not None and kept(record)]
+    if left != lines:
+        with replacing(path) as temporary:
+            temporary.write_bytes(b"".join(left))
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -163,6 +205,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False, default=str)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

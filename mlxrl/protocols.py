@@ -53,6 +53,7 @@ class Algorithm(Protocol):
         turns: which of the assistant's turns of the data's conversations are answers, "all", if it does not say, or the
             "last".
         skip: ids of tokens among observations that are not predicted. None of them if it does not say.
+        state_dict() and load_state_dict(value): what it keeps from step to step, as strict JSON, for checkpoints.
     """
 
     @property

@@ -111,7 +111,11 @@ class Run:
     folder: Annotated[
         Text | None, says("folder of the run; left out, the first free one of runs/NAME, runs/NAME-2, ...")
     ] = None
-    checkpoint_every: Annotated[Natural, says("steps between two checkpoints; 0 for none")] = 50
+    checkpoint_every: Annotated[Natural, says("steps between two checkpoints; 0 for none besides the last")] = 50
+    checkpoint_minutes: Annotated[
+        NotNegative, says("minutes after which a step is followed by a checkpoint; 0 for none besides the others")
+    ] = 5.0
+    checkpoints: Annotated[Count, says("newest checkpoints that are kept")] = 2
     evaluate_every: Annotated[Natural, says("steps between two evaluations, besides first and last; 0 for none")] = 0
     samples_every: Annotated[Natural, says("steps between two samples on the console; 0 for none")] = 10
     sinks: Annotated[

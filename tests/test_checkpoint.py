@@ -10,7 +10,7 @@ from helpers import a_policy, flat, made
 from mlxrl.algo.recipes import grpo
 from mlxrl.train import checkpoint
 from mlxrl.train.batch import make_batch
-from mlxrl.train.loop import RunState
+from mlxrl.train.state import RunState
 from mlxrl.train.update import update
 
 
@@ -18,9 +18,9 @@ def test_a_checkpoint_brings_back_adapters_optimizer_and_counters(tmp_path):
     algorithm, batch = grpo(), make_batch([made([1.0, 0.0])], grpo())
     p, state = a_policy(), RunState(optim.AdamW(optim.cosine_decay(1e-2, 10)), step=1, skipped=2)
     update(p, state.optimizer, batch, algorithm)
-    checkpoint.save(tmp_path, p, state)
+    checkpoint.save(tmp_path / "one", p, state)
     other, restored = a_policy(move=False), RunState(optim.AdamW(optim.cosine_decay(1e-2, 10)))
-    checkpoint.restore(tmp_path, other, restored)
+    checkpoint.restore(checkpoint.read(tmp_path / "one"), other, restored)
     assert (restored.step, restored.skipped) == (1, 2)
     for one, of in ((p, state), (other, restored)):
         update(one, of.optimizer, batch, algorithm)
@@ -32,28 +32,28 @@ def test_another_optimizers_state_is_refused_and_the_rate_asked_for_is_kept(tmp_
     algorithm, batch = grpo(), make_batch([made([1.0, 0.0])], grpo())
     p, state = a_policy(), RunState(optim.AdamW(2e-3))
     update(p, state.optimizer, batch, algorithm)
-    checkpoint.save(tmp_path, p, state)
+    checkpoint.save(tmp_path / "one", p, state)
     for make in (optim.SGD, optim.Lion, optim.Adam):
         other, fresh = a_policy(move=False), RunState(make(7e-3))
         before = flat(other.model.trainable_parameters())
         with pytest.raises(
             ValueError, match=f"its optimizer is AdamW, wanted the state of {make.__name__}, with which"
         ):
-            checkpoint.restore(tmp_path, other, fresh)
+            checkpoint.restore(checkpoint.read(tmp_path / "one"), other, fresh)
         assert fresh.step == 0
         now = flat(other.model.trainable_parameters())
         assert all(mx.array_equal(now[name], value) for name, value in before.items())
     restored = RunState(optim.AdamW(7e-3))
-    checkpoint.restore(tmp_path, p, restored)
+    checkpoint.restore(checkpoint.read(tmp_path / "one"), p, restored)
     assert update(p, restored.optimizer, batch, algorithm)["learning_rate"] == pytest.approx(7e-3)
     scheduled = RunState(optim.AdamW(optim.linear_schedule(1.0, 0.0, 10)))
-    checkpoint.restore(tmp_path, p, scheduled)
+    checkpoint.restore(checkpoint.read(tmp_path / "one"), p, scheduled)
     assert update(p, scheduled.optimizer, batch, algorithm)["learning_rate"] == pytest.approx(0.9)  # of its step 1
 
 
 def test_a_folder_without_the_last_file_is_not_a_checkpoint(tmp_path):
     p, state = a_policy(), RunState(optim.SGD(1e-2))
-    checkpoint.save(tmp_path, p, state)
-    (tmp_path / "state.json").unlink()
+    checkpoint.save(tmp_path / "one", p, state)
+    (tmp_path / "one" / "state.json").unlink()
     with pytest.raises(ValueError, match=r"no state\.json; wanted a checkpoint that a run has saved"):
-        checkpoint.restore(tmp_path, p, state)
+        checkpoint.restore(checkpoint.read(tmp_path / "one"), p, state)

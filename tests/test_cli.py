@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
@@ -23,8 +24,9 @@ from mlxrl.rewards import TrainerState
 from mlxrl.rollout import chat, stop_rules
 from mlxrl.runs import folder as folder_module
 from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Reward, Rollout, Sampling, Train
-from mlxrl.train import evaluate, loop, optimizer
+from mlxrl.train import evaluate, loop
 from mlxrl.train.evaluate import Evaluation
+from mlxrl.train.state import RunState
 from mlxrl.train.teacher import Teacher
 
 
@@ -68,7 +70,7 @@ def test_a_run_leaves_its_folder(folder, capsys):
     whens = [event["when"] for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
     assert whens == ["before training", "after step 2", "after training"]
     assert tomllib.loads((run / "config.toml").read_text())["run"]["folder"] == str(run)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-00000{n}" for n in (1, 2, 3, 4)]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
     assert "2 prompts x 4 completions = 8 completions of at most 12 tokens" in out
     assert "3 evaluations of 8 examples" in out
     assert "95 % interval" in out
@@ -95,6 +97,15 @@ def test_eval_loads_the_adapter(folder, capsys):
     assert spoilt == "out/run/adapters: accuracy 0.0000, mean reward 0.0000, 32 examples"
 
 
+class Taken:
+    """The steps of a run that has none."""
+
+    state = RunState(optim.SGD(0.0))
+
+    def __iter__(self):
+        return iter(())
+
+
 def test_every_setting_arrives(folder, monkeypatch):
     """Values unlike the defaults and unlike each other, seen where the library is called."""
     seen = {}
@@ -109,8 +120,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     monkeypatch.setattr(Evaluation, "summary", lambda self, success: {"accuracy": success, "mean_reward": 0.0, "n": 8})
     spy(evaluate, "compare", {"difference": 0.0, "interval": [0.0, 0.0]})
     spy(evaluate, "evaluate", Evaluation(()))
-    spy(loop, "run", iter(()))
-    spy(optimizer, "make_optimizer", None)
+    spy(loop, "run", Taken())
     spy(chat, "render", ())
     spy(chat, "check_thinking", None)
     for where in ("train.teacher", "rollout.sample"):
@@ -141,7 +151,8 @@ def test_every_setting_arrives(folder, monkeypatch):
     }  # fmt: skip
     sampling = Sampling(max_tokens=9, temperature=0.75, top_p=0.875, top_k=11, min_p=0.125, **rules)
     policy, tasks, algorithm = (seen["run"].pop(place) for place in range(3))
-    reward, teacher, state = (seen["run"].pop(name) for name in ("reward", "teacher", "state"))
+    reward, teacher, resume = (seen["run"].pop(name) for name in ("reward", "teacher", "resume"))
+    assert resume is None
     assert reward == Reward(
         functions=reward.functions, weights=(0.5,), overlong_buffer=5, overlong_factor=2, overlong_cap=1,
         length_penalty=0.5,
@@ -164,8 +175,6 @@ def test_every_setting_arrives(folder, monkeypatch):
             tokens_per_pass=99, max_tokens_per_sequence=77, recompute=True, updates_per_rollout=2, minibatches=3
         ),
     }  # fmt: skip
-    assert (state.optimizer, state.step) == (None, 0)  # what the spy made
-    assert seen["make_optimizer"] == {0: chosen, 1: 7, 2: 6}
     assert teacher == Teacher(teacher.policy, hint="answer", thinking=False)
     assert {a.dtype for _, a in tree_flatten(teacher.policy.model.parameters())} == {mx.bfloat16}
     assert teacher.policy.lora is None
@@ -329,7 +338,7 @@ def test_a_reward_that_always_fails_ends_the_run_in_one_line(folder, capsys):
     )
     assert manifest(folder)["state"] == "failed"
     assert "Traceback" in read_lines(folder / "out/run/events.jsonl")[-1]["traceback"]
-    assert not (folder / "out/run/adapters").exists()  # no update was made
+    assert (folder / "out/run/checkpoints/step-000001").exists()
 
 
 FRAGILE = """
@@ -424,7 +433,10 @@ def test_a_second_signal_ends_it_at_once(folder, capsys):
     twice = "[signal.raise_signal(signal.SIGINT) for _ in range(2) if calls == 3]"
     assert train(folder, "steps=9", on_step=twice) == 130
     assert manifest(folder)["state"] == "interrupted"
-    assert "stopped at once; nothing was learned yet" in capsys.readouterr().out
+    out = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in out[-3:]] == [
+        "stopped at once", "adapter     out/run/adapters", "go on with  mlxrl train --resume out/run",
+    ]  # fmt: skip
     assert [line["step"] for line in read_lines(folder / "out/run/metrics.jsonl")] == [1]
 
 
@@ -451,7 +463,7 @@ def test_ctrl_c_from_outside(folder):
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     assert b"Traceback" not in err
-    assert b"the adapter so far is in out/run/adapters" in out
+    assert out.endswith(b"adapter     out/run/adapters\n  go on with  mlxrl train --resume out/run\n")
     assert manifest(folder)["state"] == "cancelled"
     assert (folder / "out/run/adapters/adapter_config.json").exists()
 
@@ -460,7 +472,7 @@ def test_ctrl_c_from_outside(folder):
     ("arguments", "message"),
     [
         ([], "mlxrl: wanted a command, one of train, eval"),
-        (["train"], "mlxrl train: the following arguments are required: --config; see mlxrl train --help\n"),
+        (["train"], "mlxrl train: wanted --config FILE; see mlxrl train --help\n"),
         (["train", "--config", "a.toml", "--dry"], "mlxrl: unknown option --dry; see mlxrl --help\n"),
         (["trian"], "mlxrl: argument COMMAND: invalid choice: 'trian' (choose from"),
     ],
@@ -561,7 +573,7 @@ def test_a_run_stays_where_it_began(folder, capsys):
     (folder / "elsewhere/out/run").mkdir(parents=True)
     assert train(folder, on_step="import os; os.chdir(os.path.dirname(__file__) + '/elsewhere')") == 0
     assert manifest(folder)["state"] == "succeeded"
-    names = {"adapters", "checkpoints", "config.toml", "evaluation.json", "events.jsonl", "manifest.json"}
+    names = {"adapters", "checkpoints", "config.toml", "evaluation.json", "events.jsonl", "lock", "manifest.json"}
     assert {path.name for path in (folder / "out/run").iterdir()} == names | {"metrics.jsonl", "samples.jsonl"}
     assert not list((folder / "elsewhere/out/run").iterdir())
     assert f"--adapter-path {folder}/out/run/adapters" in capsys.readouterr().out
@@ -587,7 +599,7 @@ def test_runs_without_a_folder_that_begin_at_once_have_one_each(folder, monkeypa
         free = real(path)
         if len(taken) < 2:
             taken.append(free)
-            folder_module.claim(free)
+            folder_module.claim(free, lambda path: "")
         return free
 
     monkeypatch.setattr(folder_module, "free_folder", late)

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from helpers import ROOT
-from mlxrl.files import append_line, read_lines, replacing, write_json
+from mlxrl.files import append_lines, read_lines, replacing, write_json
 
 
 def test_a_torn_line_costs_itself_only(tmp_path):
     path = tmp_path / "a.jsonl"
-    append_line(path, {"step": 1})
+    append_lines(path, [{"step": 1}])
     with path.open("a") as file:
         file.write('{"step": 2, "rew')
     assert read_lines(path) == [{"step": 1}]
-    append_line(path, {"step": 3})
+    append_lines(path, [{"step": 3}])
     assert read_lines(path) == [{"step": 1}, {"step": 3}]
     assert read_lines(tmp_path / "none.jsonl") == []
 
@@ -29,8 +29,8 @@ def test_a_torn_line_costs_itself_only(tmp_path):
 def test_lines_survive_a_kill(tmp_path):
     path = tmp_path / "a.jsonl"
     code = (
-        "from pathlib import Path\nfrom mlxrl.files import append_line\n"
-        f"i = 0\nwhile True:\n    append_line(Path({str(path)!r}), {{'i': i, 'text': 'x' * 5000}})\n    i += 1\n"
+        "from pathlib import Path\nfrom mlxrl.files import append_lines\n"
+        f"i = 0\nwhile True:\n    append_lines(Path({str(path)!r}), [{{'i': i, 'text': 'x' * 5000}}])\n    i += 1\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 30
@@ -50,7 +50,7 @@ def strict(text):
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     record = {"a": math.nan, "b": [math.inf, 1.5, -math.inf], "c": {"d": np.float64(math.nan)}, "e": (2, None)}
-    append_line(tmp_path / "a.jsonl", record)
+    append_lines(tmp_path / "a.jsonl", [record])
     write_json(tmp_path / "a.json", record)
     for name in ("a.jsonl", "a.json"):
         found = strict((tmp_path / name).read_text())
@@ -58,7 +58,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
 
 
 def test_a_lone_surrogate_is_written_as_its_escape(tmp_path):
-    append_line(tmp_path / "a.jsonl", {"text": "yes\n\ud800"})
+    append_lines(tmp_path / "a.jsonl", [{"text": "yes\n\ud800"}])
     assert read_lines(tmp_path / "a.jsonl") == [{"text": "yes\n\ud800"}]
 
 

@@ -11,9 +11,7 @@ from mlxrl.runs.folder import claim, free_folder, refuse_taken
 
 
 def create(path, config):
-    made = claim(path)
-    made.begin(config)
-    return made
+    return claim(path, lambda _: config)
 
 
 def test_a_folder_with_anything_in_it_is_refused_and_a_free_one_named(tmp_path):
@@ -102,7 +100,7 @@ def test_a_folder_that_cannot_be_is_a_fault_of_the_key(tmp_path, monkeypatch, na
     (tmp_path / "closed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "closed")
     before = sorted(tmp_path.iterdir())
-    for function in (refuse_taken, claim):
+    for function in (refuse_taken, lambda path: create(path, "")):
         with pytest.raises(SettingError, match=BAD[name]) as found:
             function(tmp_path / name)
         assert str(found.value).startswith("run.folder: ")

@@ -20,10 +20,10 @@ from mlxrl.algo.terms import TeacherAdvantage, TeacherSurrogate, TeacherVocabula
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import as_policy
 from mlxrl.rewards import RewardError
-from mlxrl.settings import LoRA, Optimizer, Reward, Rollout, Sampling, Train
-from mlxrl.train.loop import RunState, run
+from mlxrl.settings import LoRA, Reward, Rollout, Sampling, Train
+from mlxrl.train.loop import run
 from mlxrl.train.metrics import Diverged
-from mlxrl.train.step import Step
+from mlxrl.train.step import Step, Steps
 from mlxrl.train.teacher import Teacher
 from mlxrl.types import Task
 from models import dense, tokenizer
@@ -32,13 +32,19 @@ TASKS = [Task(text, {"hint": HINT}) for text in ("one", "two", "three", "four", 
 PAIRS = Rollout(tasks_per_step=2, group_size=2)
 
 
-def steps(algorithm: Any = grpo(), **options: Any) -> list[Step]:
-    """The steps of a short run: one of four groups of four, unless the options say otherwise."""
+def begun(algorithm: Any = grpo(), start: int = 0, **options: Any) -> Steps:
+    """The steps, from `start` on, of a short run: one of four groups of four, unless the options say otherwise."""
     given = {
         "reward": length, "steps": 1, "rollout": Rollout(tasks_per_step=4, group_size=4),
         "sampling": Sampling(max_tokens=6), **options,
     }  # fmt: skip
-    return list(run(a_policy(), TASKS, algorithm, **given))
+    found = run(a_policy(), TASKS, algorithm, **given)
+    found.state.step = start
+    return found
+
+
+def steps(algorithm: Any = grpo(), **options: Any) -> list[Step]:
+    return list(begun(algorithm, **options))
 
 
 class Watched:
@@ -74,17 +80,19 @@ def test_a_run_ends_after_three_updates_that_are_not_finite():
 
 
 def test_updates_that_were_not_finite_count_across_a_continued_run():
-    state = RunState(optim.SGD(0.0), step=5, skipped=2)
+    found = begun(Exploding(), start=5, steps=6)
+    found.state.skipped = 2
     with pytest.raises(Diverged, match=r"step 6: .* in 3 updates in a row"):
-        steps(Exploding(), state=state, steps=6)
+        next(found)
 
 
 def test_the_loop_is_a_function_of_the_seed_and_can_start_anywhere():
     def actions(start: int, seed: int) -> list[Any]:
-        state = RunState(optim.SGD(0.0), step=start)
-        found = steps(state=state, steps=4, seed=seed, rollout=Rollout(tasks_per_step=2, group_size=3))
+        pairs, still = Rollout(tasks_per_step=2, group_size=3), optim.SGD(0.0)
+        iterator = begun(start=start, optimizer=still, steps=4, seed=seed, rollout=pairs)
+        found = list(iterator)
         assert [step.index for step in found] == list(range(start, 4))
-        assert state.step == 4
+        assert iterator.state.step == 4
         return [[one.turns[0].tokens for group in step.groups for one in group] for step in found]
 
     whole = actions(0, seed=1)
@@ -117,9 +125,12 @@ def test_a_model_whose_passes_are_not_what_it_samples_from_is_refused():
 def test_dropout_follows_from_the_seed_and_old_and_new_drop_the_same():
     def trained(seed: int, noise: int, start: int = 0, **train: Any) -> tuple[list[Any], Any]:
         mx.random.seed(noise)
-        p, state = a_policy(dropout=0.5), RunState(optim.SGD(1e-9), step=start)
-        found = list(run(p, TASKS, grpo(), reward=length, steps=3, rollout=PAIRS, sampling=Sampling(max_tokens=6),
-                         seed=seed, state=state, train=Train(updates_per_rollout=2, **train)))  # fmt: skip
+        iterator = run(
+            a_policy(dropout=0.5), TASKS, grpo(), reward=length, steps=3, rollout=PAIRS, seed=seed,
+            sampling=Sampling(max_tokens=6), optimizer=optim.SGD(1e-9), train=Train(updates_per_rollout=2, **train),
+        )  # fmt: skip
+        iterator.state.step = start
+        found = list(iterator)
         return [step.metrics["grad_norm"] for step in found], found
 
     norms, found = trained(1, 0)
@@ -140,12 +151,11 @@ def test_a_step_as_text_says_its_reward_and_length():
 
 
 def test_the_loop_makes_epochs_times_minibatches_optimizer_steps():
-    state = RunState(optim.SGD(lambda step: 0.3 / (step + 1)))
+    falling = optim.SGD(lambda step: 0.3 / (step + 1))
     (step,) = steps(
-        dapo(clip=(0.05, 0.05)), state=state, optimizer=Optimizer(max_grad_norm=1e9),
-        train=Train(updates_per_rollout=3, minibatches=2),
+        dapo(clip=(0.05, 0.05)), optimizer=falling, train=Train(updates_per_rollout=3, minibatches=2)
     )  # fmt: skip
-    assert int(state.optimizer.step) == 6
+    assert int(falling.step) == 6
     assert step.metrics["updates"] == 6
     assert step.metrics["ratio/max"] > 1.05
     assert step.metrics["clip_ratio/high_mean"] > 0
@@ -168,8 +178,8 @@ def test_one_update_has_no_old_log_probs_and_several_have():
 
 def test_a_run_of_several_updates_can_start_anywhere():
     def of(start: int) -> Step:
-        state = RunState(optim.SGD(0.0), step=start)
-        return steps(state=state, steps=3, train=Train(updates_per_rollout=2, minibatches=2))[-1]
+        train = Train(updates_per_rollout=2, minibatches=2)
+        return steps(start=start, optimizer=optim.SGD(0.0), steps=3, train=train)[-1]
 
     whole, last = of(0).metrics, of(2).metrics
     measured = [name for name in whole if name.startswith(("seconds/", "memory/")) or name.endswith("per_second")]

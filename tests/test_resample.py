@@ -13,7 +13,7 @@ from mlxrl import algo
 from mlxrl.policy.policy import Policy
 from mlxrl.rollout.draw import fold
 from mlxrl.settings import Reward, Rollout, Sampling
-from mlxrl.train.loop import RunState, run
+from mlxrl.train.loop import run
 from mlxrl.train.resample import further_tasks, resample, round_key
 from mlxrl.types import Task, Trajectory
 
@@ -89,8 +89,12 @@ def steps_of(
     """The steps of a run that learns from four pairs a step, with so many further rounds."""
     tasks = [Task(str(number)) for number in range(20)]
     rollout = Rollout(tasks_per_step=4, group_size=2, resampling_rounds=rounds, max_rows=64)
-    state = RunState(optimizer or optim.SGD(0.0), step=start)
-    return list(run(p, tasks, algo.dapo(), reward=reward, steps=steps, rollout=rollout, sampling=SHORT, state=state))
+    found = run(
+        p, tasks, algo.dapo(), reward=reward, steps=steps, rollout=rollout, sampling=SHORT,
+        optimizer=optimizer or optim.SGD(0.0),
+    )  # fmt: skip
+    found.state.step = start
+    return list(found)
 
 
 def test_a_run_resamples_its_steps_and_can_start_anywhere():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxrl.names import foreign
@@ -40,13 +41,15 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for add in (_train, _sft, _eval, _plan):
+    for add in (_train, _sft, _eval, _plan, _runs, _show, _cancel):
         add(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
         from mlxrl.runs.facts import versions
 
         parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
+    if hasattr(arguments, "overrides"):
+        _locate_config(commands.choices[arguments.command], arguments)
     if unknown := next((word for word in rest if word.startswith("-")), None):
         parser.error(f"unknown option {unknown}{_meant(unknown)}")
     if arguments.command is None:
@@ -58,17 +61,29 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _locate_config(parser: Parser, arguments: argparse.Namespace) -> None:
+    """The config of a run that goes on is that in its folder."""
+    resume = getattr(arguments, "resume", None)
+    if resume and arguments.config:
+        parser.error("--resume goes on with the config of its run; leave --config out")
+    if resume:
+        arguments.config = str(Path(resume) / "config.toml")
+    if not arguments.config:
+        parser.error("wanted --config FILE")
+
+
 def _train(commands: Any) -> None:
-    _with_dry_run(_with_config(commands, "train", "train adapters as a config says"))
+    _trains(_with_config(commands, "train", "train adapters as a config says"))
 
 
 def _sft(commands: Any) -> None:
     sft = _with_config(commands, "sft", "train adapters on the answers that a config's data hold")
     sft.set_defaults(defaults={"algorithm": {"name": "sft"}})
-    _with_dry_run(sft)
+    _trains(sft)
 
 
-def _with_dry_run(command: Parser) -> None:
+def _trains(command: Parser) -> None:
+    command.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, with its config")
     command.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
     _memory(command)
 
@@ -87,6 +102,27 @@ def _plan(commands: Any) -> None:
     _memory(plan)
 
 
+def _runs(commands: Any) -> None:
+    runs = _plain(commands, "runs", "list the runs in a folder")
+    runs.add_argument("folder", nargs="?", default="runs", help="the folder; left out, runs")
+    runs.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _show(commands: Any) -> None:
+    _plain(commands, "show", "tell one run").add_argument("run", metavar="RUN", help="the folder of a run")
+
+
+def _cancel(commands: Any) -> None:
+    cancel = _plain(commands, "cancel", "ask a run to end after its present step")
+    cancel.add_argument("run", metavar="RUN", help="the folder of a run")
+
+
+def _plain(commands: Any, name: str, about: str) -> Parser:
+    """A command that reads no config."""
+    command: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+    return command
+
+
 def _memory(command: Parser) -> None:
     command.add_argument("--memory", metavar="GB", type=_gigabytes, help="memory there is; else the machine's")
 
@@ -102,7 +138,7 @@ def _with_config(commands: Any, name: str, about: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.keyed = True
-    command.add_argument("--config", required=True, metavar="FILE", help="a config in TOML")
+    command.add_argument("--config", metavar="FILE", help="a config in TOML")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     return command
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlxrl.cli import plan
 from mlxrl.cli.trial import Trial, trial
 from mlxrl.console import Console
+from mlxrl.policy.policy import Policy
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
-from mlxrl.runs.folder import claim, claim_free, free_folder, near, refuse_taken
+from mlxrl.runs.folder import RunFolder, claim, claim_free, free_folder, near, refuse_taken, run_folder
 from mlxrl.runs.memory_limits import limited
+from mlxrl.runs.resume import begin, resumption
 from mlxrl.runs.run import Run, summary
 from mlxrl.runs.shutdown import Shutdown
 from mlxrl.runs.sinks import MetricsFile, SamplesFile
 from mlxrl.text import safe
+from mlxrl.train.checkpoint import Checkpoint
+from mlxrl.train.teacher import Teacher
 
 
 def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
     """Train as a config says, or print what that would be."""
+    if arguments.resume:
+        return _resume(experiment, arguments)
     config, free = experiment.config, arguments.free
     path = Path(config.run.folder or free_folder(free))
     refuse_taken(path)
@@ -29,34 +36,58 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
     found = plan.planned(experiment, arguments.memory) if wanted else ""
     experiment, chosen = plan.settled(experiment, found)
     if tried is not None:
-        return _dry_run(_in(experiment, path), tried, chosen, found)
+        return _dry_run(experiment.within(path), tried, chosen, found)
+    lines = [("a pass", f"at most {chosen}")] if chosen else []
     with Shutdown().listening() as shutdown, limited(config.memory):
+        models = Models.of(experiment)
+        folder = claim(path, experiment.toml_in) if config.run.folder else claim_free(free, experiment.toml_in)
+        with folder.locked():
+            command = ["mlxrl", arguments.command, "--config", arguments.config, *arguments.overrides]
+            folder.record(
+                command=command, seed=config.seed, versions=facts.versions(), device=facts.device(),
+                data=facts.data_digests(experiment),
+            )  # fmt: skip
+            return models.run(experiment.within(folder.path), folder, shutdown, lines)
+
+
+def _resume(experiment: Experiment, arguments: argparse.Namespace) -> int:
+    """Go on with a run in its own folder."""
+    folder = run_folder(arguments.resume)
+    experiment = experiment.within(folder.path)
+    with folder.locked(), Shutdown().listening() as shutdown, limited(experiment.config.memory):
+        found = resumption(folder, experiment)
+        if arguments.dry_run:
+            print("\n".join(f"# {label}: {safe(value)}" for label, value in found.lines()))
+            return 0
+        models = Models.of(experiment)
+        begin(folder, experiment, found)
+        return models.run(experiment, folder, shutdown, found.lines(), found.checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What a run loads before its folder is touched, and the console that says so."""
+
+    console: Console
+    policy: Policy
+    teacher: Teacher | None
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> Models:
+        """The models of an experiment."""
+        config = experiment.config
         console = Console(config.steps, config.run.samples_every)
         with console.busy(f"loading {near(config.model.id)}"):
             policy = experiment.load()
-            teacher = experiment.teacher(policy)
-        folder = claim(path) if config.run.folder else claim_free(free)
-        experiment = _in(experiment, folder.path)
-        folder.begin(experiment.toml())
-        folder.record(
-            command=["mlxrl", arguments.command, "--config", arguments.config, *arguments.overrides], seed=config.seed,
-            versions=facts.versions(), device=facts.device(), data=_digests(experiment),
-        )  # fmt: skip
-        sinks = (console, MetricsFile(folder.path), SamplesFile(folder.path), *experiment.sinks)
-        lines = [("a pass", f"at most {chosen}")] if chosen else []
-        return Run(experiment, folder, policy, teacher, shutdown, sinks, console.busy, lines)()
+            return cls(console, policy, experiment.teacher(policy))
 
-
-def _in(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with its folder."""
-    config = experiment.config
-    return replace(experiment, config=replace(config, run=replace(config.run, folder=str(folder))))
-
-
-def _digests(experiment: Experiment) -> list[dict[str, object]]:
-    data = experiment.config.data
-    held_out = [] if data.evaluation is None else [facts.data_digest(data.evaluation, experiment.held_out)]
-    return [facts.data_digest(data.train, experiment.tasks), *held_out]
+    def run(
+        self, experiment: Experiment, folder: RunFolder, shutdown: Shutdown, lines: Sequence[tuple[str, str]],
+        start: Checkpoint | None = None,
+    ) -> int:  # fmt: skip
+        """Run in a folder, from a checkpoint on where there is one."""
+        sinks = (self.console, MetricsFile(folder.path), SamplesFile(folder.path), *experiment.sinks)
+        return Run(experiment, folder, self.policy, self.teacher, shutdown, sinks, self.console.busy, lines, start)()
 
 
 def _dry_run(experiment: Experiment, tried: Trial, chosen: str, found: plan.Plan | str) -> int:

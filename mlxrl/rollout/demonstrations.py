@@ -144,7 +144,7 @@ def asked(task: Task) -> Task:
         return task
     if not task.messages:
         why = "a text has no prompt that could be answered; leave reward.functions out"
-        raise PromptError(*((task.where,) if task.where else ()), why)
+        raise PromptError(*((task.where,) if task.where else ()), why if TEXT in task.columns else _without(task))
     return replace(task, prompt=task.messages[: _answers(task.messages, "last")[0]])
 
 
@@ -154,9 +154,7 @@ def _sequences(tokenizer: Any, task: Task, rules: Rules) -> list[list[Turn]]:
     if answer is None and TEXT in task.columns and not task.messages:
         return [_text(tokenizer, task.prompt)]
     if answer is None and not task.messages:
-        there = ", ".join(task.columns) or "none"
-        why = f"no column {COMPLETION!r}, wanted as the answer; there are: {there}"
-        raise PromptError(f"{why}. Of a text, all of which is learned, data.prompt is {TEXT!r}")
+        raise PromptError(_without(task))
     texts = not (_is_messages(prompt) or _is_messages(answer))
     if is_token_ids(prompt) or is_token_ids(answer or "") or (texts and not tokenizer.has_chat_template):
         return [_plain(tokenizer, prompt, answer)]
@@ -174,6 +172,12 @@ def _sequences(tokenizer: Any, task: Task, rules: Rules) -> list[list[Turn]]:
     places = _answers((*before, *after), rules.turns, len(before) if after else 0)
     chats = [replace(chat, messages=(*before, *after)[: place + 1]) for place in places]
     return [_laid_out(tokenizer, pairs) for pairs in _runs([_pair(tokenizer, one) for one in chats])]
+
+
+def _without(task: Task) -> str:
+    """What is wrong with an example without an answer."""
+    why = f"no column {COMPLETION!r}, wanted as the answer; there are: {', '.join(task.columns) or 'none'}"
+    return f"{why}. Of a text, all of which is learned, data.prompt is {TEXT!r}"
 
 
 def _is_messages(value: Any) -> bool:

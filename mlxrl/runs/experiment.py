@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxrl import algo, plugins
@@ -19,15 +20,14 @@ from mlxrl.rollout.environment import Factory, check_factory, gives_rewards
 from mlxrl.runs.sinks import Sink, UserSink
 from mlxrl.settings import EpisodeLimits, Rollout, Sampling
 from mlxrl.tables import Config
-from mlxrl.train.check import check_run, check_tasks
+from mlxrl.train.check import check_reference, check_run, check_tasks
 from mlxrl.types import Task
 
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
     from mlxrl.rollout.demonstrations import Rules
     from mlxrl.train.evaluate import Evaluation
-    from mlxrl.train.loop import RunState
-    from mlxrl.train.step import Step
+    from mlxrl.train.step import Steps
     from mlxrl.train.teacher import Teacher
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Experiment:
                 sampled=rewarded and settings.data.evaluation is not None,
             )  # fmt: skip
             _check_data_settings(settings, rewarded, algorithm)
-            _check_reference(settings, algorithm)
+            check_reference(settings.model, algorithm)
             _check_echo(settings, algorithm)
             _check_teacher(settings, algorithm)
         except UserError as error:
@@ -89,6 +89,15 @@ class Experiment:
     def completed(self) -> tuple[Task, ...]:
         """The examples that the model completes: those of evaluations alone, where it learns from answers."""
         return self.held_out if "answers" in self.algorithm.needs else self.tasks
+
+    def within(self, folder: Path) -> Experiment:
+        """The same with the folder of its run."""
+        config = self.config
+        return replace(self, config=replace(config, run=replace(config.run, folder=str(folder))))
+
+    def toml_in(self, folder: Path) -> str:
+        """The resolved config of a run in a folder."""
+        return self.within(folder).toml()
 
     def toml(self) -> str:
         """The resolved config: every setting and every argument of the algorithm."""
@@ -148,8 +157,8 @@ class Experiment:
         given = self.config.environment
         return EpisodeLimits(**{one.name: getattr(given, one.name) for one in fields(EpisodeLimits)})
 
-    def steps(self, policy: Policy, teacher: Teacher | None, state: RunState) -> Iterator[Step]:
-        """The steps of training from a state on, each taken when it is asked for."""
+    def steps(self, policy: Policy, teacher: Teacher | None, resume: Path | None = None) -> Steps:
+        """The steps of training, from a checkpoint on where there is one, each taken when it is asked for."""
         from mlxrl.train.loop import run
 
         config = self.config
@@ -162,7 +171,7 @@ class Experiment:
             given = {"rollout": Rollout(tasks_per_step=config.rollout.tasks_per_step), "sampling": sampling}
         return run(
             policy, self.tasks, self.algorithm, teacher=teacher, steps=config.steps, train=config.train,
-            optimizer=config.optimizer, seed=config.seed, state=state, **given,
+            optimizer=config.optimizer, seed=config.seed, resume=resume, **given,
         )  # fmt: skip
 
     def evaluator(self, policy: Policy) -> Callable[[int], Evaluation]:
@@ -245,12 +254,6 @@ def _check_data_settings(settings: Config, rewarded: bool, algorithm: Algorithm)
                  if getattr(settings.evaluation, one.name) != one.default]  # fmt: skip
         for where in given + [("run", "evaluate_every")] * (settings.run.evaluate_every > 0):
             raise SettingError(*where, "has no effect without data.evaluation")
-
-
-def _check_reference(settings: Config, algorithm: Algorithm) -> None:
-    if settings.model.reference is not None and "reference" not in algorithm.needs:
-        why = "has no effect, because no term compares with a reference, as [algorithm.kl] does"
-        raise SettingError("model", "reference", why)
 
 
 def _check_echo(settings: Config, algorithm: Algorithm) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlxrl import __version__
 
 if TYPE_CHECKING:
+    from mlxrl.runs.experiment import Experiment
     from mlxrl.types import Task
 
 WHOLE = 1 << 30
@@ -58,11 +58,16 @@ def model_digests(source: str) -> dict[str, str]:
 
 def data_digest(source: str, tasks: Sequence[Task]) -> dict[str, Any]:
     """A data source, how many examples were taken of it, and a SHA-256 over them as they were understood."""
-    total = hashlib.sha256()
-    for task in tasks:
-        row = json.dumps([task.prompt, dict(task.columns)], sort_keys=True, default=str)
-        total.update(row.encode("utf-8", "backslashreplace") + b"\n")
-    return {"source": source, "examples": len(tasks), "sha256": total.hexdigest()}
+    from mlxrl.data import fingerprint
+
+    return {"source": source, "examples": len(tasks), "sha256": fingerprint(tasks)}
+
+
+def data_digests(experiment: Experiment) -> list[dict[str, Any]]:
+    """The digests of what an experiment trains on and of what it is evaluated on."""
+    data = experiment.config.data
+    held_out = [] if data.evaluation is None else [data_digest(data.evaluation, experiment.held_out)]
+    return [data_digest(data.train, experiment.tasks), *held_out]
 
 
 def digest(path: Path) -> str:

@@ -7,10 +7,12 @@ grow by whole lines. Reading a run needs nothing of this package.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import shlex
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,10 +21,18 @@ from typing import Any, Literal
 
 from mlxrl.checked import SettingError
 from mlxrl.errors import UserError, exception_line
-from mlxrl.files import append_line, write_json, write_text
+from mlxrl.files import append_lines, write_json, write_text
 
 State = Literal["configured", "running", "cancelled", "interrupted", "failed", "succeeded"]
 """cancelled: ended at a step boundary when asked to. interrupted: stopped at once, or killed while running."""
+LOCK, CANCEL = "lock", "cancel"
+"""The file that the process of a run locks, and the one that asks it to end."""
+
+
+class FolderError(UserError):
+    """The folder of a run under way has gone or cannot be written."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +41,85 @@ class RunFolder:
 
     path: Path
 
-    def begin(self, config: str) -> None:
-        """Write the resolved config; SettingError where that cannot be."""
-        with _named(self.path):
-            write_text(self.path / "config.toml", config)
-            self.enter("configured")
-
     @property
     def adapters(self) -> Path:
         """Where the result goes; mlx-lm loads it."""
         return self.path / "adapters"
 
-    def checkpoint(self, step: int) -> Path:
-        """The folder of the checkpoint after so many steps."""
-        return self.path / "checkpoints" / f"step-{step:06d}"
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def resume_command(self) -> str:
+        """The command that goes on with the run."""
+        return shlex.join(["mlxrl", "train", "--resume", near(self.path)])
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest as it stands."""
-        path = self.path / "manifest.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        """The manifest as it stands; empty where there is none that can be read."""
+        try:
+            found = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def state(self) -> str:
+        """The run's state. One whose process is gone is interrupted, whatever it could not write down."""
+        found = str(self.manifest().get("state", "configured"))
+        return "interrupted" if found in ("configured", "running") and not self.is_locked() else found
+
+    def is_locked(self) -> bool:
+        """Whether the process of a run holds the folder; for another process to ask."""
+        try:
+            with (self.path / LOCK).open("rb") as file:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """The span in which this process alone runs in the folder; the lock ends with the process, however it does.
+
+        Raises:
+            SettingError: another process has it.
+        """
+        with _named(self.path):
+            file = (self.path / LOCK).open("ab")
+        with file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                why = f"{near(self.path)} is that of a run under way (process {self.manifest().get('pid')})"
+                raise SettingError("run.folder", f"{why}; mlxrl cancel {near(self.path)} ends it") from None
+            yield
+
+    @contextmanager
+    def writing(self) -> Generator[None]:
+        """A block that writes into the folder; FolderError where it has gone or cannot be written."""
+        try:
+            if not (self.path / "manifest.json").exists():
+                raise FolderError("run.folder", f"{near(self.path)} has gone")
+            yield
+        except OSError as error:
+            if not self.path.is_dir():
+                raise FolderError("run.folder", f"{near(self.path)} has gone") from error
+            why = f"{near(self.path)} cannot be written: {error.strerror or error}"
+            raise FolderError("run.folder", why) from error
+
+    def ask_to_cancel(self) -> None:
+        """Ask the run to end at the next boundary of a step."""
+        (self.path / CANCEL).touch()
+
+    def cancel_asked(self) -> bool:
+        """Whether that was asked; it is asked no more then."""
+        with suppress(FileNotFoundError):
+            (self.path / CANCEL).unlink()
+            return True
+        return False
 
     def record(self, **facts: Any) -> None:
         """Add facts to the manifest."""
@@ -59,12 +129,14 @@ class RunFolder:
         """Change the run's state, in the manifest and as an event; the last ones get the time they ended at."""
         ended = {} if state in ("configured", "running") else {"ended": _now()}
         started = {"started": _now(), "pid": os.getpid()} if state == "running" else {}
-        self.record(state=state, **started, **ended)
+        with self.writing():
+            self.record(state=state, **started, **ended)
         self.event(state, **fields)
 
     def event(self, event: str, **fields: Any) -> None:
         """Append to events.jsonl."""
-        append_line(self.path / "events.jsonl", {"time": _now(), "event": event, **fields})
+        with self.writing():
+            append_lines(self.path / "events.jsonl", [{"time": _now(), "event": event, **fields}])
 
     def failure(self, error: BaseException) -> None:
         """Enter the state "failed" and keep the traceback."""
@@ -73,16 +145,31 @@ class RunFolder:
 
     def evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """Write evaluation.json: `before` and, once known, `after`, `difference` and `interval`."""
-        write_json(self.path / "evaluation.json", evaluation)
+        with self.writing():
+            write_json(self.path / "evaluation.json", evaluation)
+
+
+def run_folder(path: str | Path) -> RunFolder:
+    """The folder of a run.
+
+    Raises:
+        UserError: it is none.
+    """
+    folder = RunFolder(Path(path).absolute())
+    if not (folder.path / "config.toml").is_file():
+        raise UserError(near(folder.path), "no config.toml; wanted the folder of a run")
+    return folder
 
 
 class Taken(SettingError):
     """A folder with something in it."""
 
 
-def claim(path: str | Path) -> RunFolder:
-    """Make a run's folder. Of two runs that begin at once, one has it.
+def claim(path: str | Path, config: Callable[[Path], str]) -> RunFolder:
+    """Make a run's folder with its state and its config. Of two runs that begin at once, one has it.
 
+    Args:
+        config: from the folder's path to the resolved config.
     Raises:
         SettingError: there is something in it already, or it cannot be written.
     """
@@ -91,18 +178,21 @@ def claim(path: str | Path) -> RunFolder:
     with _named(path):
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
-            (folder.path / "config.toml").touch(exist_ok=False)
+            with (folder.path / "manifest.json").open("x", encoding="utf-8") as file:
+                file.write('{"state": "configured"}\n')
         except FileExistsError:
             refuse_taken(path)
             raise
+        write_text(folder.path / "config.toml", config(folder.path))
+        append_lines(folder.path / "events.jsonl", [{"time": _now(), "event": "configured"}])
     return folder
 
 
-def claim_free(path: str | Path) -> RunFolder:
+def claim_free(path: str | Path, config: Callable[[Path], str]) -> RunFolder:
     """Make a run's folder at the first free one of `path`, `path`-2, ..., whoever else does so meanwhile."""
     while True:
         try:
-            return claim(free_folder(path))
+            return claim(free_folder(path), config)
         except Taken:
             continue
 

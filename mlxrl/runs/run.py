@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import shlex
+import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlxrl.awaiting import is_async
-from mlxrl.errors import UserError
+from mlxrl.errors import UserError, one_line
 from mlxrl.rewards import RewardError
 from mlxrl.rewards.scoring import failures_of
 from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
-from mlxrl.runs.folder import RunFolder, near
+from mlxrl.runs.folder import FolderError, RunFolder, claim_free, near
 from mlxrl.runs.memory_limits import without_effect
 from mlxrl.runs.shutdown import Shutdown
 from mlxrl.runs.sinks import Description, Outcome, Sink
+from mlxrl.text import safe
 
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
+    from mlxrl.train.checkpoint import Checkpoint
     from mlxrl.train.evaluate import Evaluation
-    from mlxrl.train.loop import RunState
+    from mlxrl.train.step import Step, Steps
     from mlxrl.train.teacher import Teacher
 
 Busy = Callable[[str], AbstractContextManager[None]]
@@ -36,7 +40,8 @@ class Run:
 
     policy, teacher: loaded before the folder is made, so that what cannot be had leaves none. sinks: what receives it.
     busy: the span of something that takes a while, shown to people. lines: what is said of it besides what the
-    experiment says. state, evaluation: as far as they have come.
+    experiment says. start: where it goes on, None for a run from its beginning. steps, evaluation: as far as they
+    have come.
     """
 
     experiment: Experiment
@@ -47,33 +52,25 @@ class Run:
     sinks: Sequence[Sink]
     busy: Busy
     lines: Sequence[tuple[str, str]] = ()
-    state: RunState | None = None
+    start: Checkpoint | None = None
+    steps: Steps | None = None
     evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __call__(self) -> int:
         """Run, and leave the folder in the state it ended in. What was learned is saved, whatever ends it.
 
         Returns:
-            the exit code. An error that the user can put right is raised, the folder's state recorded.
+            the exit code.
         """
         try:
             self.folder.enter("running")
             return self._run()
         except KeyboardInterrupt:
-            kept = self._keep()
-            self.folder.enter("interrupted")
-            self._end("interrupted", [f"stopped at once; {self._adapter() if kept else 'nothing was learned yet'}"])
-            return 130
-        except BaseException as error:  # user code may raise anything
-            self._end("failed")
-            try:
-                self._keep()
-            finally:
-                self.folder.failure(error)
-            if isinstance(error, UserError):
-                raise
-            traceback.print_exception(error)
-            return 1
+            with self.shutdown.held():
+                return self._stopped()
+        except BaseException as error:  # noqa: BLE001  (user code may raise anything)
+            with self.shutdown.held():
+                return self._failed(error)
 
     def _run(self) -> int:
         """Evaluate, train, save, and evaluate again."""
@@ -85,10 +82,10 @@ class Run:
             self._record(before=before.summary(self.experiment.config.evaluation.success))
         with self.shutdown.graceful():
             self._train(policy, evaluate)
-        policy.save(self.folder.adapters)
+        lines = self._keep()
         if self.shutdown.requested:
-            self.folder.enter("cancelled")
-            self._end("cancelled", [f"stopped; {self._adapter()}"])
+            self.folder.enter("cancelled", reason=self.shutdown.reason)
+            self._end("cancelled", ["stopped", *lines])
             return 130
         if before is not None:
             from mlxrl.train.evaluate import compare
@@ -96,85 +93,140 @@ class Run:
             after = self._evaluate(evaluate, self.experiment.config.steps, "after training")
             self._record(after=after.summary(self.experiment.config.evaluation.success), **compare(before, after))
         self.folder.enter("succeeded")
-        self._end("succeeded", self._next())
+        self._end("succeeded", self._result())
         return 0
 
     def _begin(self) -> None:
         """Record what the run is made of, and begin the sinks."""
         source, teacher = self.experiment.config.model.id, self.experiment.config.teacher.id
-        self.folder.record(model={"id": source, "files": facts.model_digests(source)})
-        if teacher not in (None, "base"):
-            self.folder.record(teacher={"id": teacher, "files": facts.model_digests(teacher)})
+        with self.folder.writing():
+            self.folder.record(model={"id": source, "files": facts.model_digests(source)})
+            if teacher not in (None, "base"):
+                self.folder.record(teacher={"id": teacher, "files": facts.model_digests(teacher)})
         title = f"mlxrl {facts.versions()['mlxrl']}"
         lines = [*summary(self.experiment, self.policy.trainable_parameters), *self.lines]
         description = Description(title, lines, self.policy.adapted, self.experiment.config, self.folder.path)
-        for sink in self.sinks:
-            sink.begin(description)
+        with self.folder.writing():
+            for sink in self.sinks:
+                sink.begin(description)
 
     def _train(self, policy: Policy, evaluate: Callable[[int], Evaluation]) -> None:
         """Take the steps, up to the last one, or the one with a graceful-shutdown request."""
-        from mlxrl.train import checkpoint
-        from mlxrl.train.loop import RunState
-        from mlxrl.train.optimizer import make_optimizer
-
-        config = self.experiment.config
-        updates = config.train.updates_per_rollout * config.train.minibatches
-        self.state = state = RunState(make_optimizer(config.optimizer, config.steps, updates))
-        for step in self.experiment.steps(policy, self.teacher, state):
-            done = step.number
-            if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
-                names = ("groups/sampled", "groups/used", "rollout/rounds")
-                counts = {name: step.metrics[name] for name in names if name in step.metrics}
-                self.folder.event("no signal", step=done, **counts)
-            for failed in failures_of([one for group in step.sampled or step.groups for one in group]):
-                self.folder.event("unscored", step=done, **asdict(failed))
-            for sink in self.sinks:
-                sink.step(step)
-            if due(config.run.checkpoint_every, done):
-                checkpoint.save(self.folder.checkpoint(done), policy, state)
+        config, saved = self.experiment.config, time.monotonic()
+        self.steps = self.experiment.steps(policy, self.teacher, None if self.start is None else self.start.folder)
+        self._evaluate_between(evaluate)
+        for step in self.steps:
+            self._write(step)
+            self.shutdown.ask(self.folder.cancel_asked())
+            if not self.shutdown.requested:
+                self._evaluate_between(evaluate)
+            late = 0 < config.run.checkpoint_minutes * 60 <= time.monotonic() - saved
+            if late or due(config.run.checkpoint_every, step.number):
+                self._checkpoint()
+                saved = time.monotonic()
             if self.shutdown.requested:
                 return
-            if self.experiment.held_out and due(config.run.evaluate_every, done) and done < config.steps:
-                self._between(evaluate, done)
+
+    def _write(self, step: Step) -> None:
+        """Hand a step to the sinks, and note what went wrong in it."""
+        if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
+            names = ("groups/sampled", "groups/used", "rollout/rounds")
+            counts = {name: step.metrics[name] for name in names if name in step.metrics}
+            self.folder.event("no signal", step=step.number, **counts)
+        for failed in failures_of([one for group in step.sampled or step.groups for one in group]):
+            self.folder.event("unscored", step=step.number, **asdict(failed))
+        with self.folder.writing():
+            for sink in self.sinks:
+                sink.step(step)
 
     def _evaluate(self, evaluate: Callable[[int], Evaluation], step: int, when: str) -> Evaluation:
         with self.busy(f"evaluating {len(self.experiment.held_out):,} held-out examples"):
             found = evaluate(step)
         summary = found.summary(self.experiment.config.evaluation.success)
-        for sink in self.sinks:
-            sink.evaluation(when, summary)
+        with self.folder.writing():
+            for sink in self.sinks:
+                sink.evaluation(when, summary)
         self.folder.event("evaluation", when=when, **summary)
         return found
 
-    def _between(self, evaluate: Callable[[int], Evaluation], done: int) -> None:
-        """An evaluation between steps; the run lives where it could not be scored."""
-        when = f"after step {done}"
+    def _evaluate_between(self, evaluate: Callable[[int], Evaluation]) -> None:
+        """The evaluation that is due between two steps, once; the run lives where it could not be scored."""
+        assert self.steps is not None
+        config, state = self.experiment.config, self.steps.state
+        wanted = self.experiment.held_out and due(config.run.evaluate_every, state.step)
+        if not wanted or not 0 < state.step < config.steps or state.values.get("evaluated") == state.step:
+            return
+        when = f"after step {state.step}"
         try:
-            self._evaluate(evaluate, done, when)
+            self._evaluate(evaluate, state.step, when)
         except RewardError as error:
             self.folder.event("evaluation failed", when=when, error=str(error))
             warnings.warn(f"evaluation {when}: {error}", stacklevel=2)
+        state.values["evaluated"] = state.step
 
     def _record(self, **found: Any) -> None:
         self.evaluation |= found
         self.folder.evaluation(self.evaluation)
 
-    def _keep(self) -> bool:
-        """Save what was learned so far; whether there is something."""
-        state = self.state
-        updated = state is not None and bool(state.optimizer.step > 0)
-        if updated:
-            self.policy.save(self.folder.adapters)
-        return updated
+    def _checkpoint(self) -> None:
+        assert self.steps is not None
+        with self.folder.writing():
+            self.steps.save(self.folder.checkpoints, self.experiment.config.run.checkpoints)
 
-    def _adapter(self) -> str:
-        return f"the adapter so far is in {near(self.folder.adapters)}"
+    def _keep(self) -> list[str]:
+        """Save the steps so far, as a checkpoint and as adapters; where they lie, and the command that goes on."""
+        if self.steps is None or self.steps.state.step == 0:
+            return []
+        self._checkpoint()
+        with self.folder.writing():
+            self.policy.save(self.folder.adapters)
+        return [f"adapter     {near(self.folder.adapters)}", self._go_on()]
+
+    def _stopped(self) -> int:
+        """The end of a run that was stopped at once."""
+        try:
+            lines = self._keep() or ["nothing was learned yet"]
+            self.folder.enter("interrupted", reason=self.shutdown.reason)
+        except FolderError as error:
+            return self._failed(error)
+        self._end("interrupted", ["stopped at once", *lines])
+        return 130
+
+    def _failed(self, error: BaseException) -> int:
+        """The end of a run that failed: what was learned is kept, if need be in another folder."""
+        lines = self._rescued()
+        with suppress(FolderError):
+            self.folder.failure(error)
+        if isinstance(error, UserError):
+            print(f"mlxrl: {safe(one_line(error))}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        self._end("failed", lines)
+        return error.exit_code if isinstance(error, UserError) else 1
+
+    def _rescued(self) -> list[str]:
+        """Keep what was learned, in a folder beside that of the run where that has gone; what to do next."""
+        try:
+            return self._keep()
+        except FolderError:
+            if self.folder.path.is_dir():
+                return [self._go_on()]
+        beside = self.folder.path.with_name(f"{self.folder.path.name}-rescued")
+        with suppress(UserError, OSError):
+            self.folder = claim_free(beside, self.experiment.toml_in)
+            return self._keep()
+        return ["what was learned could not be saved"]
+
+    def _go_on(self) -> str:
+        return f"go on with  {self.folder.resume_command}"
 
     def _end(self, state: str, lines: Sequence[str] = ()) -> None:
         for sink in self.sinks:
-            sink.end(Outcome(state, self.evaluation, lines))
+            with suppress(OSError):
+                sink.end(Outcome(state, self.evaluation, lines))
 
-    def _next(self) -> list[str]:
+    def _result(self) -> list[str]:
+        """Where the adapter is, and how it is tried."""
         model, adapters = near(self.experiment.config.model.id), near(self.folder.adapters)
         if model.endswith(".gguf"):
             return [f"adapter   {adapters}"]
@@ -211,11 +263,7 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
         ("adapters", f"{kind} rank {lora.rank}, scale {lora.scale:g}{parameters}{start}"),
         ("data", f"{len(experiment.tasks):,} examples of {near(config.data.train)}{held_out}"),
         ("environment", _environment(experiment)),
-        (
-            "reward",
-            ", ".join(map(_reward, config.reward.functions, experiment.rewards.functions))
-            or ("" if learned else "none"),
-        ),
+        ("reward", _rewards(experiment)),
         ("algorithm", f"{experiment.algorithm.name}({arguments})"),
         ("teacher", _teacher(experiment)),
         ("a step", f"{'answers of ' + times(rollout.tasks_per_step, 'example') if learned else sampled}, {updates}"),
@@ -223,6 +271,11 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
         ("a run", f"{config.steps} steps{_evaluations(experiment)}, in {near(config.run.folder or '')}"),
     ]
     return [(label, value) for label, value in lines if value]
+
+
+def _rewards(experiment: Experiment) -> str:
+    named = map(_reward, experiment.config.reward.functions, experiment.rewards.functions)
+    return ", ".join(named) or ("" if "answers" in experiment.algorithm.needs else "none")
 
 
 def _reward(name: object, function: object) -> str:

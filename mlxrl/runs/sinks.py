@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrl.errors import UserError, brief, exception_line
-from mlxrl.files import append_line, extend_last_line
+from mlxrl.files import append_lines, extend_last_line
 from mlxrl.rewards import best_and_worst
 from mlxrl.text import safe
 from mlxrl.types import Trajectory
@@ -136,7 +136,7 @@ class MetricsFile(Sink):
         self._before: dict[str, Any] = {}
 
     def step(self, step: Step) -> None:
-        append_line(self._path, {"step": step.number, "time": time.time(), **step.metrics, **self._before})
+        append_lines(self._path, [{"step": step.number, "time": time.time(), **step.metrics, **self._before}])
         self._before = {}
 
     def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
@@ -152,9 +152,12 @@ class SamplesFile(Sink):
         self._path = folder / "samples.jsonl"
 
     def step(self, step: Step) -> None:
-        for number, group in enumerate(step.groups):
-            for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False):
-                append_line(self._path, {"step": step.number, "group": number, "kind": kind, **_sample(one)})
+        samples = [
+            {"step": step.number, "group": number, "kind": kind, **_sample(one)}
+            for number, group in enumerate(step.groups)
+            for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False)
+        ]
+        append_lines(self._path, samples)
 
 
 def _sample(one: Trajectory) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from mlxrl.checked import SettingError
 from mlxrl.errors import brief
 from mlxrl.protocols import Algorithm
-from mlxrl.settings import EpisodeLimits, Reward, Rollout, Sampling, Train
+from mlxrl.settings import EpisodeLimits, Model, Reward, Rollout, Sampling, Train
 
 
 def check_run(
@@ -63,6 +63,13 @@ def check_run(
     for where, value in given.items():
         if value and "reward" not in algorithm.needs:
             raise SettingError(*where, f"has no effect, because {algorithm.name} does not use rewards")
+
+
+def check_reference(model: Model, algorithm: Algorithm) -> None:
+    """SettingError where nothing is compared with the reference that is named."""
+    if model.reference is not None and "reference" not in algorithm.needs:
+        why = "has no effect, because no term compares with a reference, as [algorithm.kl] does"
+        raise SettingError("model", "reference", why)
 
 
 def refuse_sampling(name: str, rollout: Rollout, sampling: Sampling, train: Train, sampled: bool) -> None:

@@ -1,46 +1,158 @@
-"""Checkpoints: adapters, optimizer state, counters. Everything random is a function of (seed, step)."""
+"""Checkpoints: adapters, optimizer state and counters, from which a run goes on bit for bit.
+
+A checkpoint is a folder `step-000050` that appears whole: it is written beside its place, synced and renamed. Its
+`state.json` has the digest of every other file, so that a damaged one is known.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxrl.errors import UserError
-from mlxrl.files import replacing, write_json
-from mlxrl.policy.adapter_folder import load_weights
+from mlxrl.errors import UserError, one_line
+from mlxrl.files import replacing_all, sha256, write_json
+from mlxrl.policy import adapter_folder
 from mlxrl.policy.policy import Policy
-from mlxrl.train.loop import RunState
+from mlxrl.protocols import Algorithm
+from mlxrl.train.state import RunState
+
+STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+ARRAYS = (adapter_folder.WEIGHTS, adapter_folder.CONFIG, OPTIMIZER)
 
 
-def save(folder: Path, policy: Policy, state: RunState) -> None:
-    """Save what the next step needs. `state.json` comes last: a folder without it is not a checkpoint."""
-    policy.save(folder)
-    with replacing(folder / "optimizer.safetensors") as temporary:
-        mx.save_safetensors(str(temporary), dict(tree_flatten(state.optimizer.state)))
-    kind = type(state.optimizer).__name__
-    write_json(folder / "state.json", {"step": state.step, "skipped": state.skipped, "optimizer": kind})
+class CheckpointError(UserError):
+    """A checkpoint that is none, is damaged, or is of another run."""
 
 
-def restore(folder: Path, policy: Policy, state: RunState) -> None:
-    """Take adapters, optimizer state and counters over from a checkpoint; a constant learning rate stays as it is.
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint: its folder, and what its `state.json` says."""
+
+    folder: Path
+    saved: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps taken when it was saved."""
+        return self.saved["step"]
+
+
+def save(
+    folder: Path, policy: Policy, state: RunState, algorithm: Algorithm | None = None, facts: Mapping[str, Any] = {}
+) -> None:
+    """Save what the next step needs in a folder, which appears whole.
+
+    Args:
+        algorithm: one with a state of its own, as `protocols.Algorithm` says; facts: of the run, that one which goes
+            on from here must share.
+    """
+    with replacing_all(folder, (*ARRAYS, STATE)) as temporary:
+        policy.save(temporary)
+        mx.save_safetensors(str(temporary / OPTIMIZER), dict(tree_flatten(state.optimizer.state)))
+        own: Any = getattr(algorithm, "state_dict", None)
+        saved = {
+            "step": state.step, "skipped": state.skipped, "streaks": state.streaks, "values": state.values,
+            "optimizer": type(state.optimizer).__name__, "algorithm": None if own is None else own(), "run": facts,
+            "files": {name: sha256(temporary / name) for name in ARRAYS},
+        }  # fmt: skip
+        write_json(temporary / STATE, saved)
+
+
+def save_rolling(
+    folder: Path, keep: int, policy: Policy, state: RunState, algorithm: Algorithm | None, facts: Mapping[str, Any]
+) -> Path:
+    """Save a checkpoint in a folder of some, and then remove all but the newest `keep`."""
+    path = folder / f"step-{state.step:06d}"
+    if not path.exists():
+        save(path, policy, state, algorithm, facts)
+    for old in sorted(found(folder), reverse=True)[keep:]:
+        hidden = old.with_name(f".{old.name}")
+        old.rename(hidden)  # never seen half removed
+        shutil.rmtree(hidden)
+    return path
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, whole or not, the earliest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def newest(path: str | Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of a run's folder, a folder of checkpoints, or that folder itself.
+
+    Returns:
+        it, None where there is none, and a line for each newer one that is damaged.
+    """
+    damaged: list[str] = []
+    for one in _candidates(Path(path)):
+        try:
+            return read(one), damaged
+        except CheckpointError as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    if (path / STATE).is_file():
+        yield path
+        return
+    yield from reversed(found(path / "checkpoints" if (path / "checkpoints").is_dir() else path))
+
+
+def read(folder: Path) -> Checkpoint:
+    """A checkpoint whose files are as they were saved.
 
     Raises:
-        UserError: it is none, or that of another optimizer or policy; nothing has been taken over then.
+        CheckpointError: they are not.
     """
-    if not (folder / "state.json").is_file():
-        raise UserError(str(folder), "no state.json; wanted a checkpoint that a run has saved")
-    saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if not (folder / STATE).is_file():
+        raise CheckpointError(str(folder), f"no {STATE}; wanted a checkpoint that a run has saved")
+    try:
+        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        for name, value in saved["files"].items():
+            if sha256(folder / name) != value:
+                raise CheckpointError(str(folder), f"{name} is damaged: it is not as it was saved")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(str(folder), f"damaged: {one_line(error)}") from error
+    return Checkpoint(folder, saved)
+
+
+def restore(
+    checkpoint: Checkpoint,
+    policy: Policy,
+    state: RunState,
+    algorithm: Algorithm | None = None,
+    facts: Mapping[str, Any] = {},
+) -> None:
+    """Take adapters, optimizer state and counters over; a constant learning rate stays as it is.
+
+    Raises:
+        CheckpointError: it is of another optimizer, policy, or run; nothing has been taken over then.
+    """
+    saved, where = checkpoint.saved, str(checkpoint.folder)
     kind = type(state.optimizer).__name__
-    if saved.get("optimizer") != kind:
-        why = f"its optimizer is {saved.get('optimizer')}, wanted the state of {kind}, with which the run goes on"
-        raise UserError(str(folder), why)
-    load_weights(policy.model, folder)
-    arrays: Any = mx.load(str(folder / "optimizer.safetensors"))
+    if saved["optimizer"] != kind:
+        why = f"its optimizer is {saved['optimizer']}, wanted the state of {kind}, with which the run goes on"
+        raise CheckpointError(where, why)
+    for name, value in facts.items():
+        if saved["run"].get(name, value) != value:
+            raise CheckpointError(where, f"it is of a run with {name} {saved['run'][name]}, wanted {value}")
+    adapter_folder.load_weights(policy.model, checkpoint.folder)
+    arrays: Any = mx.load(str(checkpoint.folder / OPTIMIZER))
     if "learning_rate" in arrays and "learning_rate" not in state.optimizer._schedulers:  # pyright: ignore
         arrays["learning_rate"] = state.optimizer.learning_rate
     state.optimizer.state = tree_unflatten(list(arrays.items()))
-    state.step, state.skipped = saved["step"], saved["skipped"]
+    state.step, state.skipped, state.streaks = saved["step"], saved["skipped"], dict(saved["streaks"])
+    state.values = dict(saved["values"])
+    own: Any = getattr(algorithm, "load_state_dict", None)
+    if own is not None:
+        own(saved["algorithm"])

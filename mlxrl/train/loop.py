@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from mlxrl.algo import shaping
 from mlxrl.algo.algorithm import at_step, num_top, turns_of
 from mlxrl.algo.echo import without_special_ids
 from mlxrl.checked import Natural, checked_value, keywords
-from mlxrl.data import Source, as_tasks, indices_of
+from mlxrl.data import Source, as_tasks, fingerprint, indices_of
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.protocols import Algorithm
@@ -40,6 +41,7 @@ from mlxrl.train.metrics import Clock, Diverged, averaged, describe, require_fin
 from mlxrl.train.minibatches import minibatches
 from mlxrl.train.optimizer import make_optimizer
 from mlxrl.train.resample import Resampled, further_tasks, resample, round_key
+from mlxrl.train.state import RunState, Snapshot
 from mlxrl.train.step import Step, Steps
 from mlxrl.train.streaks import Streaks
 from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of
@@ -48,18 +50,6 @@ from mlxrl.types import Group, Metrics, Task, Trajectory
 
 SKIPS = 3
 """Updates in a row that may not be finite."""
-
-
-@dataclass(slots=True)
-class RunState:
-    """The training state besides the policy's adapters: what a checkpoint holds.
-
-    step: of the run, the next to be taken; skipped: updates in a row, up to now, that were not finite.
-    """
-
-    optimizer: optim.Optimizer
-    step: int = 0
-    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +90,17 @@ def run(
     train: Train = Train(),
     optimizer: Optimizer | optim.Optimizer = Optimizer(),
     seed: int = 0,
-    state: RunState | None = None,
-) -> Iterator[Step]:
+    resume: str | Path | None = None,
+) -> Steps:
     """Train to step `steps`. Everything random is a function of (seed, step), so a run can be continued.
 
     Args:
         tasks: those of `mlxrl.tasks`, or what that reads; prompts that fill the model's context are left out.
         reward: a function of TRL's signature, several, or a `Reward`; None where a teacher or an environment gives it.
         environment: see `sample`; teacher: see `update`; optimizer: settings, or an optimizer of MLX's.
-        state: of a run that is continued; its optimizer is taken, and steps are counted from its step on.
+        resume: a checkpoint, a folder of them or of a run: the run goes on bit for bit from the newest whole one.
+    Returns:
+        an iterator of steps; its `save(folder)` keeps a checkpoint.
     Raises:
         UserError: an argument is wrong or without effect, by the call itself. Diverged: three updates were not finite.
     """
@@ -136,7 +128,14 @@ def run(
     )  # fmt: skip
     if isinstance(optimizer, Optimizer):
         optimizer = make_optimizer(optimizer, steps, train.updates_per_rollout * train.minibatches)
-    return Steps(_steps(training, state or RunState(optimizer)))
+    state = RunState(optimizer)
+    steps_ = Steps(policy, state, algorithm, partial(_facts, training), _steps(training, state))
+    return steps_ if resume is None else steps_.resumed(resume)
+
+
+def _facts(training: Training) -> dict[str, Any]:
+    """What a run must share that goes on from a checkpoint of this one."""
+    return {"algorithm": training.algorithm.name, "seed": training.seed, "tasks": fingerprint(training.tasks)}
 
 
 def _teacher(policy: Policy, algorithm: Algorithm, given: TeacherLike, environment: Factory | None) -> Teacher | None:
@@ -162,8 +161,10 @@ def _fitted(
 
 def _steps(training: Training, state: RunState) -> Iterator[Step]:
     """A training step an iteration: sample, score, compute advantages, update."""
-    rollout, seed, streaks = training.rollout, training.seed, Streaks(training.sampling, training.train)
-    for index in range(state.step, training.steps):
+    rollout, seed, policy = training.rollout, training.seed, training.policy
+    while (index := state.step) < training.steps:
+        state.start = Snapshot.of(policy, state)
+        streaks = Streaks(training.sampling, training.train, state.streaks)
         mx.reset_peak_memory()
         clock = Clock()
         own = indices_of(len(training.tasks), rollout.tasks_per_step, seed, index)
@@ -172,15 +173,15 @@ def _steps(training: Training, state: RunState) -> Iterator[Step]:
         found = resample(collect, [training.tasks[i] for i in own], further, rollout.resampling_rounds)
         groups = _shaped(found.groups, training.shaping, training.sampling.max_tokens)
         metrics = averaged(list(_updates(training, state, groups, index)))
-        state.step = index + 1
         clock.lap("update")
         if training.demonstrations is not None:
-            metrics |= _of_parts(training, clock)
-            yield Step(index, metrics, groups, demonstrated=True)
-            continue
-        metrics |= _of_step(training, clock, found, groups)
-        sampled = [one for group in found.sampled for one in group]
-        yield Step(index, metrics, groups, found.sampled, streaks.step(metrics, sampled))
+            step = Step(index, metrics | _of_parts(training, clock), groups, demonstrated=True)
+        else:
+            metrics |= _of_step(training, clock, found, groups)
+            sampled = [one for group in found.sampled for one in group]
+            step = Step(index, metrics, groups, found.sampled, streaks.step(metrics, sampled))
+        state.step, state.start = index + 1, None
+        yield step
         streaks.require_signal(index + 1)
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from mlxrl.policy.policy import Policy
+from mlxrl.protocols import Algorithm
+from mlxrl.train import checkpoint
 from mlxrl.train.metrics import describe, describe_answers, warnings_of
+from mlxrl.train.state import RunState
 from mlxrl.types import Group, Metrics
 
 
@@ -68,10 +74,47 @@ class Step:
 
 
 class Steps(Iterator[Step]):
-    """The steps of a run, each taken when it is asked for. A run that is dropped before its first step says so."""
+    """The steps of a run, each taken when it is asked for. A run that is dropped before its first step says so.
 
-    def __init__(self, steps: Iterator[Step]) -> None:
+    state: what the run has come to.
+    """
+
+    def __init__(
+        self, policy: Policy, state: RunState, algorithm: Algorithm, facts: Callable[[], dict[str, Any]],
+        steps: Iterator[Step],
+    ) -> None:  # fmt: skip
+        self.state = state
+        self._policy, self._algorithm, self._facts = policy, algorithm, facts
         self._steps, self._begun = steps, False
+
+    def save(self, folder: str | Path, keep: int = 2) -> Path:
+        """Save a checkpoint as `folder`/step-000050, after which the newest `keep` of them stay; returns its path.
+
+        A step that was broken off is taken back first, so that the checkpoint is of the last whole one.
+        """
+        self.rewind()
+        folder, facts = Path(folder), self._facts()
+        return checkpoint.save_rolling(folder, keep, self._policy, self.state, self._algorithm, facts)
+
+    def rewind(self) -> None:
+        """Take a step back that was broken off: adapters and state are those before it."""
+        if self.state.start is not None:
+            self.state.start.restore(self._policy, self.state)
+            self.state.start = None
+
+    def resumed(self, path: str | Path) -> Steps:
+        """These steps from the newest whole checkpoint on; a warning for each damaged one that is newer.
+
+        Raises:
+            CheckpointError: there is none, or it is of another run.
+        """
+        found, damaged = checkpoint.newest(path)
+        for line in damaged:
+            warnings.warn(line, stacklevel=3)
+        if found is None:
+            raise checkpoint.CheckpointError(str(path), "no whole checkpoint; wanted one that a run has saved")
+        checkpoint.restore(found, self._policy, self.state, self._algorithm, self._facts())
+        return self
 
     def __next__(self) -> Step:
         self._begun = True

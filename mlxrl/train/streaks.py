@@ -21,21 +21,20 @@ class NoSignal(UserError):
 
 @dataclass(slots=True)
 class Streaks:
-    """Counts steps in a row. unscored: without any finite reward, None before the first that had one."""
+    """Counts steps in a row, by what they were. "unscored": without any reward, there after the first that had one."""
 
     sampling: Sampling
     train: Train
-    unscored: int | None = None
     counts: dict[str, int] = field(default_factory=dict[str, int])
 
     def unscorable(self, last: bool) -> bool:
         """Count a step without any finite reward; whether the run ends: at its first or last step, or after a few."""
-        self.unscored = None if self.unscored is None else self.unscored + 1
-        return last or self.unscored is None or self.unscored >= FEW
+        known = "unscored" in self.counts
+        return last or not known or self._counted("unscored", True) >= FEW
 
     def scored(self) -> None:
         """Note a step with rewards."""
-        self.unscored = 0
+        self._counted("unscored", False)
 
     def step(self, metrics: Metrics, trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
         """Count a step, and return a line for what has just been so for a few steps: why, and what to change."""

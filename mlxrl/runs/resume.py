@@ -1,0 +1,119 @@
+"""How a run is gone on with: what must be as it was, what may have changed, and where it stood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxrl.config import read, resolved
+from mlxrl.errors import UserError, brief
+from mlxrl.files import keep_lines, write_text
+from mlxrl.runs import facts
+from mlxrl.runs.experiment import Experiment
+from mlxrl.runs.folder import RunFolder, near
+from mlxrl.train import checkpoint
+from mlxrl.train.checkpoint import Checkpoint
+
+FIXED = ("seed", "model", "lora", "data", "optimizer.name", "algorithm.name", "environment.factory", "teacher.id",
+         "evaluation")  # fmt: skip
+"""Tables and keys without which a run would be another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where a run goes on: from its newest whole checkpoint, or from its beginning where there is none.
+
+    damaged: a line for each newer checkpoint that is not whole; changed: keys by what they were and what they are.
+    """
+
+    checkpoint: Checkpoint | None
+    damaged: Sequence[str] = ()
+    changed: Sequence[str] = ()
+
+    @property
+    def step(self) -> int:
+        """Steps that are not taken again."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is said of it, as labelled lines for people."""
+        place = "its beginning; it has no whole checkpoint" if self.checkpoint is None else f"step {self.step}"
+        damaged = [("damaged", near(line)) for line in self.damaged]
+        return [("resumed", f"from {place}"), *damaged, *(("changed", line) for line in self.changed)]
+
+
+def resumption(folder: RunFolder, experiment: Experiment) -> Resumption:
+    """Where a run goes on under an experiment.
+
+    Raises:
+        UserError: it has ended, or the experiment is of another model, other data or another optimizer.
+    """
+    found, damaged = checkpoint.newest(folder.checkpoints)
+    done, config = 0 if found is None else found.step, experiment.config
+    if done >= config.steps and folder.manifest().get("state") == "succeeded":
+        raise UserError(
+            str(near(folder.path)), f"the run has taken its {done} steps; steps=N with more of them goes on"
+        )
+    changed = _changed(folder, experiment)
+    _refuse_other_files(folder, experiment)
+    return Resumption(found, damaged, changed)
+
+
+def begin(folder: RunFolder, experiment: Experiment, found: Resumption) -> None:
+    """Take back what was written of steps that are taken again, and write the config that the run has now."""
+    with folder.writing():
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            keep_lines(folder.path / name, lambda record: record.get("step", 0) <= found.step)
+        keep_lines(folder.path / "events.jsonl", lambda record: True)
+        write_text(folder.path / "config.toml", experiment.toml())
+    folder.cancel_asked()
+    folder.event("resumed", step=found.step, damaged=found.damaged, changed=found.changed)
+
+
+def _changed(folder: RunFolder, experiment: Experiment) -> list[str]:
+    """The keys that differ from the run's config; UserError for one that must not."""
+    saved, _ = read(folder.path / "config.toml")
+    before = _flat(resolved(saved, saved.algorithm))
+    now = _flat(resolved(experiment.config, experiment.table))
+    lines: list[str] = []
+    for key in sorted({*before, *now} - {"run.folder"}):
+        old, new = before.get(key), now.get(key)
+        if old == new:
+            continue
+        line = f"{key} was {brief(old)}, is {brief(new)}"
+        if any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED):
+            start = f'model.adapter="{near(folder.adapters)}"'
+            raise UserError(
+                near(folder.path),
+                key,
+                f"the run has {brief(old)}, got {brief(new)}; a run goes on with its "
+                f"own model, adapters, data and optimizer; another one begins from its adapter with {start}",
+            )
+        lines.append(line)
+    return lines
+
+
+def _refuse_other_files(folder: RunFolder, experiment: Experiment) -> None:
+    """UserError where the model's files or the data are others than the run began with."""
+    manifest, config = folder.manifest(), experiment.config
+    old, new = manifest.get("model", {}).get("files"), facts.model_digests(config.model.id)
+    if old and old != new:
+        name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+        raise UserError(near(folder.path), "model", f"{name} is another file than the run began with")
+    before = {one["source"]: one for one in manifest.get("data", ())}
+    for now in facts.data_digests(experiment):
+        if before.get(now["source"], now) != now:
+            why = f"{near(now['source'])} has other examples than the run began with"
+            raise UserError(near(folder.path), "data", why)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A table's values by their dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
