@@ -19,6 +19,8 @@ from mlxrl.names import same_column
 from mlxrl.types import Message, Task
 
 Source: TypeAlias = str | Path | Iterable[Mapping[str, Any] | Task]
+COMPLETION = "completion"
+"""The column with the answer that supervised fine-tuning learns."""
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state")
 """Keywords that every reward function gets; a column of that name could not reach it."""
 
@@ -48,7 +50,7 @@ def tasks(
         limit: the first so many examples; None for all.
         whole: messages are conversations to be learned from, and not continued: the last may call a tool.
         columns: renames: `answer="solution"` hands the column `solution` to the rewards as `answer`. All other
-            columns keep their names, the one of the prompt too.
+            columns keep their names, the one of the prompt too, and that of a `completion`, the answer that is learned.
     Raises:
         DataError: one line with the file, the line, what was wanted and what was got.
     """
@@ -195,7 +197,8 @@ def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], sys
         if name not in values:
             there_are = f"{', '.join(values) or 'none'}{_near(name, values)}"
             raise DataError(where, f"no column {name!r}, wanted as {wanted_by}; there are: {there_are}")
-    moved = {*columns.values(), *({prompt} if prompt in RESERVED else ())}  # functions get it as `prompts` anyway
+    renamed = {old for new, old in columns.items() if new != COMPLETION}
+    moved = {*renamed, *({prompt} if prompt in RESERVED else ())}  # functions get it as `prompts` anyway
     kept = {name: value for name, value in values.items() if name not in moved}
     kept |= {new: values[old] for new, old in columns.items()}
     if taken := next((name for name in RESERVED if name in kept), None):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mlxrl as rl
-from helpers import EXAMPLE, TRAINED, a_policy, assert_same_gradient, length, made, moved
+from helpers import EXAMPLE, TRAINED, a_policy, assert_same_gradient, flat, length, made, moved
 from mlxrl import config
 from mlxrl.algo.reduce import finish
 from mlxrl.cli.main import main
@@ -273,3 +273,21 @@ def test_a_plan_knows_what_a_step_reads(tmp_path: Path) -> None:
     plan = Plan.of(Experiment.of(*config.read(tmp_path / "sft.toml")))
     assert plan.work(plan.config).widest() == (0, 4, 17)  # 12 tokens of a prompt, and 4 digits with their end
     assert plan.need("rollout").keys() == {"weights", "adapters", "optimizer"}  # nothing is sampled
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optimizer": rl.Optimizer(learning_rate=1e-2), "rollout": rl.Rollout(tasks_per_step=3)}
+
+    def steps(**given: Any) -> tuple[Policy, Any]:
+        policy, tasks = adder()
+        return policy, rl.run(policy, tasks[:7], rl.sft(terms=[rl.KL(coefficient=0.1)]), steps=4, **settings, **given)
+
+    policy, whole = steps()
+    losses = [step.metrics["loss"] for step in whole]
+    _, first = steps()
+    assert [next(first).metrics["loss"] for _ in range(2)] == losses[:2]
+    first.save(tmp_path)
+    other, rest = steps(resume=tmp_path)
+    assert [step.metrics["loss"] for step in rest] == losses[2:]
+    for name, value in flat(policy.model.trainable_parameters()).items():
+        assert mx.array_equal(value, flat(other.model.trainable_parameters())[name])

@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
-from mlxrl.data import Source, as_tasks
+from mlxrl.data import COMPLETION, Source, as_tasks
 from mlxrl.errors import UserError, brief
 from mlxrl.files import strict_json
 from mlxrl.messages import messages_of, text_messages
@@ -49,8 +49,8 @@ from mlxrl.rollout.sample import fitted_once
 from mlxrl.settings import Sampling
 from mlxrl.types import Message, Task, Trajectory, Turn
 
-COMPLETION, TEXT, TOOLS = "completion", "text", "tools"
-"""Columns with the answer, with a text that is learned as a whole, and with schemas of tools."""
+TEXT, TOOLS = "text", "tools"
+"""Columns with a text that is learned as a whole, and with schemas of tools."""
 Ids = tuple[int, ...]
 
 
