@@ -93,6 +93,7 @@ def run(arguments: argparse.Namespace, name: str, seed: int, adapter: str) -> di
         train(arguments, Path(folder) / "run", [f"seed={seed}", *(one.format(teacher=adapter) for one in settings)])
         seconds = time.perf_counter() - since
         evaluation = json.loads((Path(folder) / "run" / "evaluation.json").read_text(encoding="utf-8"))
+        del evaluation["settings"], evaluation["scores"]
         evaluation["curve"] = curve(Path(folder) / "run")
     print(f"{name}, seed {seed}:", evaluation["before"]["accuracy"], evaluation["after"]["accuracy"], file=sys.stderr)
     tokens = evaluation["curve"][-1][0]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from mlxrl.runs.sinks import Sink
     from mlxrl.settings import EpisodeLimits, LoRA, Optimizer, Reward, Rollout, Sampling, Train
     from mlxrl.train.batch import make_batch
-    from mlxrl.train.evaluate import compare, evaluate
+    from mlxrl.train.comparison import compare
+    from mlxrl.train.evaluate import evaluate
     from mlxrl.train.loop import run
     from mlxrl.train.step import Step
     from mlxrl.train.optimizer import make_optimizer
@@ -57,7 +58,8 @@ _HOMES = {
     "runs.sinks": ("Sink",),
     "settings": ("EpisodeLimits", "LoRA", "Optimizer", "Reward", "Rollout", "Sampling", "Train"),
     "train.batch": ("make_batch",),
-    "train.evaluate": ("compare", "evaluate"),
+    "train.comparison": ("compare",),
+    "train.evaluate": ("evaluate",),
     "train.loop": ("run",),
     "train.step": ("Step",),
     "train.optimizer": ("make_optimizer",),

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import tomli_w
 
+from mlxrl import store
 from mlxrl.checked import SettingError, hints_of, sentence_of, wanted
 from mlxrl.errors import UserError, brief, did_you_mean
 from mlxrl.files import expanded
@@ -169,15 +170,15 @@ def _near(key: str, known: Mapping[str, Any], table: str = "") -> str:
 def _located(config: Config, folder: Path) -> Config:
     """Every path made absolute, so that the config means the same wherever its resolved text lies."""
     data, teacher, environment, model = config.data, config.teacher, config.environment, config.model
-    evaluation = None if data.evaluation is None else _source(data.evaluation, folder, "evaluation")
-    data = replace(data, train=_source(data.train, folder, "train"), evaluation=evaluation)
+    sources = {key: source for key in ("train", "evaluation", "validation") if (source := getattr(data, key))}
+    data = replace(data, **{key: _source(source, folder, key) for key, source in sources.items()})
     model = replace(model, id=_model(model.id, folder))
     if model.adapter is not None:
-        model = replace(model, adapter=_existing(model.adapter, folder, "model", "adapter", "folder"))
+        model = replace(model, adapter=_adapter(model.adapter, folder, "model"))
     if teacher.id not in (None, "base"):
         teacher = replace(teacher, id=_model(teacher.id, folder, "teacher"))
     if teacher.adapter is not None:
-        teacher = replace(teacher, adapter=_existing(teacher.adapter, folder, "teacher", "adapter", "folder"))
+        teacher = replace(teacher, adapter=_adapter(teacher.adapter, folder, "teacher"))
     if environment.factory is not None:
         factory = _within(("environment", "factory"), located, environment.factory, folder)
         environment = replace(environment, factory=factory)
@@ -218,6 +219,13 @@ def _model(id: str, folder: Path, table: str = "model") -> str:
     return _existing(id, folder, table, "id", "folder or file")
 
 
+def _adapter(name: str, folder: Path, table: str) -> str:
+    """A path as an absolute one, an adapter of the store by its whole digest."""
+    if store.is_digest(name):
+        return _within((table, "adapter"), store.full_name, name)
+    return _existing(name, folder, table, "adapter", "folder")
+
+
 def _existing(name: str, folder: Path, table: str, key: str, kind: str) -> str:
     if (path := _found(name, folder)) is None:
         raise SettingError(table, key, f"no {kind} {name!r} beside the config or in the current directory")
@@ -239,8 +247,10 @@ def resolved(config: Config, algorithm: Mapping[str, Any]) -> dict[str, Any]:
         algorithm: the resolved table of the algorithm.
     """
     plain = {**_plain(config), "algorithm": _plain(algorithm)}
-    if config.data.evaluation is None:
+    if config.data.evaluation is None and config.data.validation is None:
         del plain["evaluation"]
+    elif not config.evaluation.samples:
+        del plain["evaluation"]["samples_temperature"]
     if config.environment.factory is None:
         del plain["environment"]
     if not config.reward.overlong_buffer:

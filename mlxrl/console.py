@@ -19,6 +19,7 @@ from rich.text import Text
 from mlxrl.rewards import best_and_worst, text_of
 from mlxrl.runs.sinks import Description, Outcome, Sink
 from mlxrl.text import ASCII_BARS, BARS, duration, evaluated, number, safe, shorten, size, sparkline, trend
+from mlxrl.train.comparison import gain
 from mlxrl.types import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -88,9 +89,20 @@ class Console(Sink):
 
     def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
         """An evaluation of the held-out examples."""
-        self._print(f"  held-out {when}: {evaluated(summary)}", "bold")
+        self._evaluated(f"held-out {when}", summary, "bold")
+
+    def validation(self, when: str, summary: Mapping[str, Any]) -> None:
+        """An evaluation of data.validation, and what it decided."""
+        self._evaluated(f"validation {when}", summary, "")
+        if summary.get("decision") == "rejected":
+            (low, high), least = gain(summary)[1], -summary["margin"] or 0
+            why = f"its difference from the best, {low:+.3f} to {high:+.3f}, lies below {least:g}"
+            self._print(f"  validation {when}: the adapter is taken back, because {why}", "yellow")
+
+    def _evaluated(self, what: str, summary: Mapping[str, Any], style: str) -> None:
+        self._print(f"  {what}: {evaluated(summary)}", style)
         if warning := summary.get("warning"):
-            self._print(f"  held-out {when}: {safe(warning)}", "yellow")
+            self._print(f"  {what}: {safe(warning)}", "yellow")
 
     def end(self, outcome: Outcome) -> None:
         """How the run ended: the course of the reward or the loss, before and after, and what to do next."""
@@ -161,6 +173,9 @@ class Console(Sink):
         interval = f"95 % interval {low:+.3f} to {high:+.3f}, {evaluation.get('pairs', after['n'])} pairs"
         style = "green" if low > 0 else "red" if high < 0 else "yellow"
         self._print(f"            difference {evaluation['difference']:+.3f}, {interval}", style)
+        counts = ", ".join(f"{evaluation[name]} {name}" for name in ("improved", "worsened", "equal"))
+        p = f", McNemar p = {evaluation['mcnemar_p']:.3g}" if "mcnemar_p" in evaluation else ""
+        self._print(f"            {counts}{p}")
 
     def _compared_losses(self, evaluation: Mapping[str, Any]) -> None:
         before, after, (low, high) = evaluation["before"], evaluation["after"], evaluation["loss_interval"]

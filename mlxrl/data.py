@@ -72,20 +72,27 @@ def as_tasks(given: Sequence[Task] | Source, whole: bool = False) -> Sequence[Ta
     return made if is_read else tasks(made, whole=whole)
 
 
+def fingerprint(tasks: Iterable[Task]) -> str:
+    """SHA-256 over examples as they were understood: their prompts and columns, in their order."""
+    total = hashlib.sha256()
+    for task in tasks:
+        total.update(_line(task).encode("utf-8", "backslashreplace") + b"\n")
+    return total.hexdigest()
+
+
+def _line(task: Task) -> str:
+    content = [task.prompt, dict(task.columns)]
+    try:
+        return json.dumps(content, sort_keys=True, default=str)
+    except (TypeError, ValueError):  # keys of several types, or a value inside itself
+        return repr(content)
+
+
 def is_missing(value: Any) -> bool:
     """Whether a value is none: null, an empty text, NaN."""
     if isinstance(value, str):
         return not value.strip()
     return value is None or (isinstance(value, float) and value != value)
-
-
-def fingerprint(tasks: Sequence[Task]) -> str:
-    """SHA-256 over examples as they were understood: their prompts and columns, in their order."""
-    total = hashlib.sha256()
-    for task in tasks:
-        example = json.dumps([task.prompt, dict(task.columns)], sort_keys=True, default=str)
-        total.update(example.encode("utf-8", "backslashreplace") + b"\n")
-    return total.hexdigest()
 
 
 def cycle(tasks: Sequence[Task], n: int, seed: int = 0, start: int = 0) -> Iterator[list[Task]]:

@@ -50,7 +50,7 @@ def replacing(path: Path) -> Generator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -89,8 +89,8 @@ def replacing_all(folder: Path, names: Sequence[str]) -> Generator[Path]:
         else:
             for name in names:
                 os.replace(temporary / name, folder / name)
-            _sync(folder)
-        _sync(folder.parent)
+            sync(folder)
+        sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -220,7 +220,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

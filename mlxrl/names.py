@@ -60,6 +60,8 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "run.folder": ("output_dir", "default_local_dir", "save_dir"),
     "run.checkpoint_every": ("save_steps", "save_every", "save_freq"),
     "run.evaluate_every": ("eval_steps", "steps_per_eval", "test_freq"),
+    "run.keep": ("load_best_model_at_end",),
+    "run.patience": ("early_stopping_patience",),
     "run.samples_every": ("log_completions", "num_completions_to_print"),
     "run.sinks": ("report_to", "logger", "callbacks"),
     "the folder run.folder/adapters, which `mlxrl eval --adapter DIR` reads": ("adapter_path", "adapter_file"),

@@ -50,9 +50,9 @@ class Model:
 
     id: Annotated[Text, says("Hugging Face id, mlx-lm folder, or llama .gguf file")]
     dtype: Annotated[Dtype | None, says("type of the weights; left out, that of the files")] = None
-    adapter: Annotated[Text | None, says("adapter folder of mlx-lm or of a run to go on from, in place of [lora]")] = (
-        None
-    )
+    adapter: Annotated[
+        Text | None, says("adapter to go on from in place of [lora]: a folder of mlx-lm or of a run, or sha256:DIGEST")
+    ] = None
     reference: Annotated[
         Reference | None,
         says("what a KL compares with: the model as training finds it, or without adapter; left out, 'start'"),
@@ -80,6 +80,10 @@ def refuse_cold(temperature: float) -> None:
     if 0 < temperature < COLDEST:
         why = f"wanted at least {COLDEST:g}, or 0 for greedy decoding, got {temperature:g}"
         raise SettingError("temperature", why)
+
+
+Warm = Annotated[float, Meta(ge=COLDEST)]
+"""A temperature of random draws."""
 
 
 @checked("sampling")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from mlxrl.checked import Count, Natural, NotNegative, SettingError, Text, checked, says
+from mlxrl.checked import Count, Natural, NotNegative, SettingError, Text, at_most, checked, says
 from mlxrl.settings import (
     Dtype,
     EpisodeLimits,
@@ -23,6 +23,7 @@ from mlxrl.settings import (
     Rollout,
     Sampling,
     Train,
+    Warm,
     refuse_cold,
 )
 
@@ -33,6 +34,7 @@ class Data:
 
     train: Annotated[Text, says("source of the examples that are trained on")]
     evaluation: Annotated[Text | None, says("source of the held-out examples")] = None
+    validation: Annotated[Text | None, says("source of held-out examples by which an adapter is chosen")] = None
     prompt: Annotated[Text, says("column with the prompt: a text, or a list of messages")] = "prompt"
     completion: Annotated[Text | None, says("column with the answer that sft learns; left out, `completion`")] = None
     columns: Annotated[Mapping[str, Text], says("renames: answer = 'solution'")] = field(default_factory=dict[str, str])
@@ -62,7 +64,7 @@ class Teacher:
 
     id: Annotated[Text | None, says("model of the same vocabulary, or 'base': the model without adapters")] = None
     dtype: Annotated[Dtype | None, says("type of the teacher's weights")] = None
-    adapter: Annotated[Text | None, says("folder with an adapter of the teacher")] = None
+    adapter: Annotated[Text | None, says("the teacher's adapter: a folder, or sha256:DIGEST")] = None
     hint: Annotated[Text | None, says("column put after the prompt for the teacher alone")] = None
     thinking: Annotated[bool | None, says("the thinking switch of the hinted prompt")] = None
 
@@ -99,9 +101,15 @@ class Evaluation:
     examples: Annotated[Count | None, says("number of held-out examples, the first ones; left out, all")] = None
     temperature: Annotated[NotNegative, says("sampling temperature of evaluations; 0 is greedy decoding")] = 0.0
     success: Annotated[float, says("reward from which on an example counts as right")] = 1.0
+    samples: Annotated[
+        Natural, at_most(1000), says("samples of each example besides, from which pass@k is estimated; 0 is off")
+    ] = 0
+    samples_temperature: Annotated[Warm, says("sampling temperature of these samples")] = 1.0
 
     def check(self) -> None:
         refuse_cold(self.temperature)
+        if not self.samples and self.samples_temperature != 1:
+            raise SettingError("samples_temperature", "has no effect without samples")
 
 
 @checked("run")
@@ -117,7 +125,20 @@ class Run:
     ] = 5.0
     checkpoints: Annotated[Count, says("newest checkpoints that are kept")] = 2
     evaluate_every: Annotated[Natural, says("steps between two evaluations, besides first and last; 0 for none")] = 0
+    keep: Annotated[
+        Literal["last", "best"], says("which adapter is the result: the last, or the best on data.validation")
+    ] = "last"
+    patience: Annotated[
+        Natural, says("evaluations on data.validation without improvement after which the run ends; 0 is off")
+    ] = 0
+    accept_margin: Annotated[
+        NotNegative | None,
+        says("mean reward on data.validation that an adapter may lose, or it is taken back; left out, off"),
+    ] = None
     samples_every: Annotated[Natural, says("steps between two samples on the console; 0 for none")] = 10
+    store: Annotated[
+        bool, says("the adapter is put into the store of adapters too, $MLXRL_STORE or ~/.mlxrl/adapters")
+    ] = False
     sinks: Annotated[
         tuple[Text, ...], says("`module:name` or `file.py:name`: further sinks, which receive every step")
     ] = ()

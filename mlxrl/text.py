@@ -94,5 +94,6 @@ def evaluated(summary: Mapping[str, Any], digits: int = 3) -> str:
     """The numbers of an evaluation that it has, as a text."""
     parts = [f"accuracy {summary['accuracy']:.{digits}f}"] if "accuracy" in summary else []
     parts += [f"mean reward {summary['mean_reward']:.{digits}f}"] if "mean_reward" in summary else []
+    parts += [f"{name} {value:.{digits}f}" for name, value in summary.items() if name.startswith("pass@")]
     parts += [f"loss {summary['loss']:.4f}", f"perplexity {summary['perplexity']:.4g}"] if "loss" in summary else []
     return ", ".join([*parts, f"{summary['n']} examples"])

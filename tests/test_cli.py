@@ -63,7 +63,8 @@ def test_a_run_leaves_its_folder(folder, capsys):
     assert len(samples) == 4 * 2 * 2
     assert all(sample["prompt"].endswith("=?") and sample["length"] <= 12 for sample in samples)
     evaluation = json.loads((run / "evaluation.json").read_text())
-    assert evaluation["before"].keys() == evaluation["after"].keys() == {"accuracy", "mean_reward", "n", "unscored"}
+    names = {"step", "accuracy", "mean_reward", "n", "unscored"}
+    assert evaluation["before"].keys() == evaluation["after"].keys() == names
     gap = evaluation["after"]["mean_reward"] - evaluation["before"]["mean_reward"]
     assert evaluation["difference"] == pytest.approx(gap)
     assert evaluation["interval"][0] <= evaluation["difference"] <= evaluation["interval"][1]
@@ -98,12 +99,19 @@ def test_eval_loads_the_adapter(folder, capsys):
 
 
 class Taken:
-    """The steps of a run that has none."""
+    """The steps of a run that has taken them."""
 
-    state = RunState(optim.SGD(0.0))
+    def __init__(self):
+        self.state = RunState(optim.SGD(0.0), step=7)
 
     def __iter__(self):
-        return iter(())
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+    def save(self, *arguments):
+        pass
 
 
 def test_every_setting_arrives(folder, monkeypatch):
@@ -118,7 +126,6 @@ def test_every_setting_arrives(folder, monkeypatch):
         monkeypatch.setattr(module, name, called)
 
     monkeypatch.setattr(Evaluation, "summary", lambda self, success: {"accuracy": success, "mean_reward": 0.0, "n": 8})
-    spy(evaluate, "compare", {"difference": 0.0, "interval": [0.0, 0.0]})
     spy(evaluate, "evaluate", Evaluation(()))
     spy(loop, "run", Taken())
     spy(chat, "render", ())
@@ -142,7 +149,7 @@ def test_every_setting_arrives(folder, monkeypatch):
         "train.recompute": "true", "optimizer.name": '"lion"', "optimizer.learning_rate": 0.5,
         "optimizer.schedule": '"cosine"', "optimizer.warmup_steps": 4, "optimizer.weight_decay": 0.0625,
         "optimizer.betas": "[0.5, 0.25]", "optimizer.max_grad_norm": 17, "evaluation.temperature": 0.375,
-        "evaluation.success": 0.6,
+        "evaluation.success": 0.6, "evaluation.samples": 3, "evaluation.samples_temperature": 0.625,
     }  # fmt: skip
     assert train(folder, *(f"{key}={value}" for key, value in settings.items())) == 0
     rules = {
@@ -186,6 +193,7 @@ def test_every_setting_arrives(folder, monkeypatch):
         "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules),
         "environment": None, "limits": EpisodeLimits(), "max_rows": 13, "seed": 5, "state": TrainerState(7, 7),
         "turns": None, "train": learning,
+        "samples": 3, "samples_temperature": 0.625,
     }  # fmt: skip
     assert seen["render"]["thinking"] is True
     assert seen["rules_of"] == {0: policy.tokenizer, 1: sampling}
@@ -426,7 +434,9 @@ def test_a_signal_ends_the_run_after_the_step(folder, capfd, name):
     assert (folder / "out/run/adapters/adapters.safetensors").read_bytes() == (
         folder / "out/run/checkpoints/step-000002/adapters.safetensors"
     ).read_bytes()
-    assert json.loads((folder / "out/run/evaluation.json").read_text()).keys() == {"before"}
+    evaluation = json.loads((folder / "out/run/evaluation.json").read_text())
+    assert evaluation["state"] == "begun"
+    assert "after" not in evaluation
     assert "once more to stop at once" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -474,7 +484,7 @@ def test_ctrl_c_from_outside(folder):
     ("arguments", "message"),
     [
         ([], "mlxrl: wanted a command, one of train, sft, eval"),
-        (["train"], "mlxrl train: wanted --config FILE; see mlxrl train --help\n"),
+        (["train"], "mlxrl train: wanted --config FILE or --resume RUN; see mlxrl train --help\n"),
         (["train", "--config", "a.toml", "--dry"], "mlxrl: unknown option --dry; see mlxrl --help\n"),
         (["trian"], "mlxrl: argument COMMAND: invalid choice: 'trian' (choose from"),
     ],
@@ -576,7 +586,8 @@ def test_a_run_stays_where_it_began(folder, capsys):
     assert train(folder, on_step="import os; os.chdir(os.path.dirname(__file__) + '/elsewhere')") == 0
     assert manifest(folder)["state"] == "succeeded"
     names = {"adapters", "checkpoints", "config.toml", "evaluation.json", "events.jsonl", "lock", "manifest.json"}
-    assert {path.name for path in (folder / "out/run").iterdir()} == names | {"metrics.jsonl", "samples.jsonl"}
+    names |= {"handoff.json", "metrics.jsonl", "samples.jsonl"}
+    assert {path.name for path in (folder / "out/run").iterdir()} == names
     assert not list((folder / "elsewhere/out/run").iterdir())
     assert f"--adapter-path {folder}/out/run/adapters" in capsys.readouterr().out
 

@@ -22,6 +22,9 @@ EVALUATION = {
     "after": {"accuracy": 0.95, "mean_reward": 0.96, "n": 200},
     "difference": 0.55,
     "interval": [0.48, 0.62],
+    "improved": 112,
+    "worsened": 2,
+    "equal": 86,
 }
 EVIL = "\x1b[31mred\x1b[0m \x07\u202eback\u2028[bold]x[/bold] :smile: \ud800\r\nlast"
 
@@ -85,7 +88,8 @@ CONTENT = (
     "prompt 585+445=?", "best    1.000  2 tokens, eos  1030", "worst   0.000  2 tokens, eos",
     "[bold]x[/bold] :smile:", "step 2: the update was skipped", "0.375 ▁█ 0.875",
     "accuracy 0.400 -> 0.950, mean reward 0.410 -> 0.960",
-    "difference +0.550, 95 % interval +0.480 to +0.620, 200 pairs", "runs/x/adapters",
+    "difference +0.550, 95 % interval +0.480 to +0.620, 200 pairs", "112 improved, 2 worsened, 86 equal",
+    "runs/x/adapters",
 )  # fmt: skip
 
 
@@ -176,3 +180,33 @@ def test_a_run_that_is_stopped_has_no_course_of_the_reward():
     console.step(step(0))
     console.end(Outcome("cancelled", {"before": EVALUATION["before"]}, ["stopped; the adapter so far is in x"]))
     assert stream.getvalue().splitlines()[2:] == ["  stopped; the adapter so far is in x"]
+
+
+def printed(call):
+    stream = io.StringIO()
+    call(Console(2, stream=stream, width=80))
+    return stream.getvalue().splitlines()
+
+
+def test_the_comparison_has_mcnemars_p_where_there_is_one():
+    tested = {**EVALUATION, "mcnemar_p": 0.0000012345}
+    assert "112 improved, 2 worsened, 86 equal, McNemar p = 1.23e-06" in "\n".join(
+        printed(lambda console: console.end(Outcome("succeeded", tested)))
+    )
+    assert "McNemar" not in "\n".join(printed(lambda console: console.end(Outcome("succeeded", EVALUATION))))
+
+
+def test_an_evaluation_has_its_pass_at_k_and_a_validation_what_it_decided():
+    numbers = {"accuracy": 0.5, "mean_reward": 0.5, "pass@1": 0.25, "pass@4": 0.75, "n": 8}
+    assert printed(lambda console: console.evaluation("before training", numbers)) == [
+        "  held-out before training: accuracy 0.500, mean reward 0.500, pass@1 0.250, pass@4 0.750, 8 examples"
+    ]
+    numbers = {"accuracy": 0.5, "mean_reward": 0.5, "n": 8, "interval": [-0.75, -0.25], "margin": 0.0}
+    accepted = printed(lambda console: console.validation("after step 5", {**numbers, "decision": "accepted"}))
+    assert accepted == ["  validation after step 5: accuracy 0.500, mean reward 0.500, 8 examples"]
+    rejected = printed(lambda console: console.validation("after step 5", {**numbers, "decision": "rejected"}))
+    assert rejected == [
+        *accepted,
+        "  validation after step 5: the adapter is taken back, because its difference from the best, -0.750 to -0.250, "
+        "lies below 0",
+    ]

@@ -10,7 +10,8 @@ from helpers import a_policy, calls, length
 from mlxrl.policy.policy import as_policy
 from mlxrl.rollout import chat
 from mlxrl.settings import Sampling
-from mlxrl.train.evaluate import Evaluation, compare, evaluate
+from mlxrl.train.comparison import compare
+from mlxrl.train.evaluate import Evaluation, evaluate
 from mlxrl.types import Task, Trajectory
 from models import dense, tokenizer
 
@@ -26,7 +27,9 @@ def test_greedy_evaluation_is_the_same_twice_and_pairs_compare():
     first, second = (evaluate(p, tasks, length, sampling=Sampling(max_tokens=5, temperature=0.0)) for _ in range(2))
     assert first.rewards == second.rewards
     assert [one.task for one in first.trajectories] == tasks
-    assert compare(first, second) == {"difference": 0.0, "interval": [0.0, 0.0]}
+    same = {"difference": 0.0, "interval": [0.0, 0.0], "improved": 0, "worsened": 0, "equal": 3}
+    assert compare(first, second).items() >= same.items()
+    assert compare(first.scores, second.scores) == compare(first, second)
 
 
 def test_a_summary_is_over_what_could_be_scored_and_says_what_could_not():
@@ -50,30 +53,49 @@ def test_a_summary_is_over_what_could_be_scored_and_says_what_could_not():
     assert evaluation([1.0, 0.5]).summary(success=0.5) == {"accuracy": 1.0, "mean_reward": 0.75, "n": 2, "unscored": 0}
 
 
-def test_what_falls_short_by_rounding_succeeds_and_does_not_differ():
-    short = evaluation([0.7 + 0.2 + 0.1, 1.0 - 1e-15, 1.0 - 1e-6])
-    assert short.summary()["accuracy"] == pytest.approx(2 / 3)
-    assert compare(short, evaluation([1.0, 1.0, 1.0 - 1e-6])) == {"difference": 0.0, "interval": [0.0, 0.0]}
-
-
-def test_pairs_are_of_what_was_scored_in_both():
-    before, after = evaluation([0.0, math.nan, 0.0]), evaluation([1.0, 1.0, math.nan])
-    assert compare(before, after) == {"difference": 1.0, "interval": [1.0, 1.0], "pairs": 1}
-
-
-def test_the_interval_of_a_paired_difference():
-    """100 pairs of which 40 go from 0 to 1: mean 0.4, standard error sqrt(0.4 * 0.6 / 100) = 0.049."""
-    result = compare(evaluation([0.0] * 100), evaluation([1.0] * 40 + [0.0] * 60))
-    assert result["difference"] == pytest.approx(0.4)
-    assert result["interval"][0] == pytest.approx(0.4 - 1.96 * 0.049, abs=0.015)
-    assert result["interval"][1] == pytest.approx(0.4 + 1.96 * 0.049, abs=0.015)
+def test_what_falls_short_by_rounding_succeeds():
+    assert evaluation([0.7 + 0.2 + 0.1, 1.0 - 1e-15, 1.0 - 1e-6]).summary()["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_what_cannot_be_evaluated_or_compared_is_refused():
     with pytest.raises(ValueError, match="evaluate: wanted at least one task, got none"):
         evaluate(a_policy(), [], length)
-    with pytest.raises(ValueError, match="compare: the two evaluations are not of the same examples"):
-        compare(evaluation([1.0]), evaluation([1.0, 0.0]))
+    with pytest.raises(ValueError, match="evaluate: samples: wanted a whole number of at least 0, got -1"):
+        evaluate(a_policy(), [Task("one")], length, samples=-1)
+    with pytest.raises(ValueError, match="evaluate: samples_temperature: wanted at least 1e-06, got 0"):
+        evaluate(a_policy(), [Task("one")], length, samples=2, samples_temperature=0)
+    other = Evaluation((Trajectory(Task("0", {"answer": 1}), (), 1.0),))  # of the same prompt
+    for strange in (evaluation([1.0, 0.0]), other):
+        with pytest.raises(ValueError, match="compare: the two evaluations are not of the same examples"):
+            compare(evaluation([1.0]), strange)
+
+
+def test_samples_are_drawn_beside_the_greedy_completion_and_by_the_same_keys_again():
+    p, tasks = a_policy(), [Task(text) for text in ("one", "two", "three")]
+    alone = evaluate(p, tasks, length, sampling=Sampling(max_tokens=5, temperature=0.0))
+    first, second = (
+        evaluate(p, tasks, length, sampling=Sampling(max_tokens=5, temperature=0.0), samples=5, samples_temperature=0.5)
+        for _ in range(2)
+    )
+    assert [one.turns for one in first.trajectories] == [one.turns for one in alone.trajectories]
+    assert [len(group) for group in first.samples] == [5, 5, 5]
+    assert len({one.text for group in first.samples for one in group}) > 3
+    assert {one.sampling.temperature for group in first.samples for one in group} == {0.5}
+    assert first.scores == second.scores
+    assert first.scores.samples == tuple(tuple(one.reward for one in group) for group in first.samples)
+    assert "samples" not in alone.scores.as_json()
+
+
+def test_a_summary_of_samples_has_pass_at_powers_of_two_and_at_their_number():
+    def group(*rewards):
+        return tuple(Trajectory(Task("0"), (), reward) for reward in rewards)
+
+    found = Evaluation(evaluation([1.0]).trajectories, 0, (group(1.0, 0.0, 0.0, 0.0, 1.0),)).summary()
+    passes = {"pass@1": 0.4, "pass@2": 0.7, "pass@4": 1.0, "pass@5": 1.0}
+    assert found == pytest.approx({"accuracy": 1.0, "mean_reward": 1.0, **passes, "n": 1, "unscored": 0})
+    failed = Evaluation(evaluation([1.0]).trajectories, 0, (group(1.0, math.nan),)).summary()
+    assert (failed["pass@1"], failed["samples_unscored"]) == (1.0, 1)
+    assert math.isnan(failed["pass@2"])
 
 
 def test_prompts_that_fill_the_context_are_left_out_and_not_wrong():

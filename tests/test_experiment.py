@@ -67,6 +67,7 @@ REFUSED_OVERRIDES = {
     "data.columns.answer=anser": "line 1: no column 'anser', wanted as 'answer'; there are: question, answer",
     "data.columns.system=answer": "command line: data: columns: 'system' is a name that is taken",
     "data.columns.gold=answer": "'last_number_matches': wants 'answer', but the data offer prompts,",
+    "evaluation.samples_temperature=0.5": "evaluation: samples_temperature: has no effect without samples",
     "data.evaluation=train.jsonl": "data: evaluation: wanted examples that are not trained on, got the training data",
     "rollout.tasks_per_step=2": "rollout: tasks_per_step: wanted at most the 1 examples of train.jsonl, got 2",
     'reward.functions=["mlxrl.rewards:last_numbr"]': "has no 'last_numbr'; did you mean 'last_number'?",
@@ -87,6 +88,13 @@ REFUSED_OVERRIDES = {
 @pytest.mark.parametrize(("override", "message"), REFUSED_OVERRIDES.items())
 def test_an_override_is_refused_in_one_line(folder, override, message):
     assert message in refused(folder, "rollout.tasks_per_step=1", override)
+
+
+def test_a_store_that_means_another_place_in_each_directory_is_refused_before_a_run(folder, monkeypatch):
+    monkeypatch.setenv("MLXRL_STORE", "adapters")
+    assert experiment(folder).config.run.store is False
+    why = "run: store: MLXRL_STORE: wanted an absolute path, got 'adapters'"
+    assert refused(folder, "rollout.tasks_per_step=1", "run.store=true") == f"command line: {why}"
 
 
 OPD = ("algorithm.name=opd", "teacher.hint=answer")
@@ -136,12 +144,63 @@ def test_a_teacher_of_its_own_is_read_back(folder):
 
 def test_evaluation_settings_without_data_to_evaluate_on_are_refused(folder):
     for text, message in {
-        "[evaluation]\nexamples = 3": "evaluation: examples: has no effect without data.evaluation",
-        "[evaluation]\ntemperature = 1": "evaluation: temperature: has no effect without data.evaluation",
-        "[evaluation]\nsuccess = 0.5": "evaluation: success: has no effect without data.evaluation",
-        "[run]\nevaluate_every = 3": "run: evaluate_every: has no effect without data.evaluation",
+        "[evaluation]\nexamples = 3": "evaluation: examples",
+        "[evaluation]\ntemperature = 1": "evaluation: temperature",
+        "[evaluation]\nsuccess = 0.5": "evaluation: success",
+        "[evaluation]\nsamples = 4": "evaluation: samples",
+        "[run]\nevaluate_every = 3": "run: evaluate_every",
     }.items():
-        assert refused(folder, toml=without_evaluation() + text) == f"run.toml: {message}"
+        message = f"run.toml: {message}: has no effect without data.evaluation or data.validation"
+        assert refused(folder, toml=without_evaluation() + text) == message
+
+
+def with_validation(folder, *overrides):
+    (folder / "chosen.jsonl").write_text('{"question": "chosen", "answer": "4"}\n')
+    return ["data.validation=chosen.jsonl", "run.evaluate_every=1", *overrides]
+
+
+REFUSED_CHOICES = {
+    "run.keep=best": "run: keep: wanted data.validation, by which an adapter is chosen: what is",
+    "run.patience=2": "run: patience: wanted data.validation, by which an adapter is chosen: what is",
+    "run.accept_margin=0": "run: accept_margin: wanted data.validation, by which an adapter is chosen: what is",
+    "data.validation=test.jsonl": "data: validation: wanted other examples than those of data.evaluation, because what",
+    "data.validation=train.jsonl": "data: validation: wanted examples that are not trained on, got the training data",
+    "data.validation=copy.jsonl": "data: validation: wanted other examples than those of data.evaluation, got the same",
+    "data.validation=nowhere.jsonl": "data: validation: no file 'nowhere.jsonl' beside the config or in the current",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED_CHOICES.items())
+def test_an_adapter_is_chosen_by_examples_of_their_own(folder, override, message):
+    (folder / "copy.jsonl").write_text((folder / "test.jsonl").read_text())
+    assert message in refused(folder, "rollout.tasks_per_step=1", "run.evaluate_every=1", override)
+
+
+def test_validation_wants_evaluations_between_steps(folder):
+    chosen = with_validation(folder, "run.keep=best", "run.evaluate_every=0")
+    assert "data: validation: has no effect without run.evaluate_every" in refused(folder, *chosen)
+
+
+def test_validation_is_read_and_comes_back_from_the_resolved_text(folder):
+    options = with_validation(
+        folder, "run.keep=best", "run.patience=3", "run.accept_margin=0.1", "evaluation.samples=4",
+        "evaluation.samples_temperature=0.75",
+    )  # fmt: skip
+    first = experiment(folder, *options)
+    assert [task.prompt for task in first.validation] == ["chosen"]
+    assert (first.config.run.keep, first.config.run.patience, first.config.run.accept_margin) == ("best", 3, 0.1)
+    assert dataclasses.replace(again(folder, first.toml()).config, algorithm=first.config.algorithm) == first.config
+    plain = experiment(folder, *with_validation(folder))
+    assert again(folder, plain.toml()).toml() == plain.toml()
+
+
+def test_validation_suffices_for_evaluations_but_for_samples(folder):
+    toml = f"{without_evaluation()}[run]\nevaluate_every = 1\n[rollout]\ntasks_per_step = 1\n"
+    toml = toml.replace("[data]", '[data]\nvalidation = "chosen.jsonl"')
+    with_validation(folder)
+    assert again(folder, f"{toml}[evaluation]\nexamples = 1\n").held_out == ()
+    message = refused(folder, toml=f"{toml}[evaluation]\nsamples = 2\n")
+    assert "evaluation: samples: has no effect without data.evaluation" in message
 
 
 def test_the_columns_of_the_held_out_examples_are_checked_too(folder):

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlxrl"
-BASE = {"errors", "files", "names", "checked", "settings", "tables", "plugins"}
+BASE = {"errors", "files", "names", "checked", "settings", "tables", "plugins", "store"}
 TYPES = {*BASE, "types", "protocols"}
 LIBRARY = {*BASE, "awaiting", "types", "protocols", "messages", "data", "rewards", "algo", "policy", "rollout", "train"}
 BELOW = {
@@ -18,6 +18,7 @@ BELOW = {
     "files": set(),
     "text": set(),
     "names": {"errors"},
+    "store": {"errors", "files"},
     "checked": {"errors", "names"},
     "settings": {"errors", "checked"},
     "tables": {"errors", "checked", "settings"},
@@ -43,7 +44,10 @@ BELOW = {
 """What each part of the package may import of it, itself aside. data is below rewards; siblings are apart."""
 
 FOREIGN = {
-    **{part: set() for part in ("errors", "files", "text", "names", "toml", "plugins", "messages", "data", "rewards")},
+    **{
+        part: set()
+        for part in ("errors", "files", "text", "names", "store", "toml", "plugins", "messages", "data", "rewards")
+    },
     "checked": {"msgspec"},
     "settings": {"msgspec"},
     "tables": {"msgspec"},

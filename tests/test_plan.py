@@ -332,7 +332,7 @@ def test_faults_are_one_line_and_exit_with_2(folder, capsys, arguments, piece):
 
 
 def test_a_model_that_was_fetched_is_found_in_the_cache(folder, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda id, local_files_only: str(EXAMPLE))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda id, **_: str(EXAMPLE))
     assert constant(skeleton("some/model")) == constant(skeleton(str(EXAMPLE)))
 
 

@@ -138,3 +138,15 @@ def test_a_family_that_cannot_be_trained_is_refused_by_name(monkeypatch):
     kinky = replace(p, head=replace(p.head, trunk=trunk))
     with pytest.raises(UserError, match=r"mlx_lm\.models\.qwen3: cannot be trained, .* without a gradient: .*VJP"):
         gradient(kinky, batch, grpo())
+
+
+def test_the_distance_from_the_start_is_the_norm_of_all_differences(tmp_path):
+    p = as_policy(dense(), tokenizer(), lora=LoRA(rank=4))
+    assert p.distance == 0
+    leaves = tree_flatten(p.model.trainable_parameters())
+    p.model.load_weights([(name, leaf + 0.5) for name, leaf in leaves], strict=False)
+    assert p.distance == pytest.approx(0.5 * p.trainable_parameters**0.5)
+    p.save(tmp_path / "adapter")
+    again = load(str(model_folder(tmp_path / "model")), adapter=tmp_path / "adapter")
+    assert again.distance == 0  # of what it was read with
+    assert as_policy(dense(), tokenizer(), lora=None).distance == 0

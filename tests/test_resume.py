@@ -14,6 +14,7 @@ from mlxrl import algo
 from mlxrl.algo.terms import KL, TeacherAdvantage
 from mlxrl.policy.policy import Policy
 from mlxrl.settings import EpisodeLimits, Optimizer, Rollout, Sampling, Train
+from mlxrl.train import checkpoint
 from mlxrl.train.checkpoint import CheckpointError
 from mlxrl.train.loop import run
 from mlxrl.train.teacher import Teacher
@@ -141,6 +142,42 @@ def test_a_step_that_was_broken_off_is_taken_back(tmp_path):
     assert [step.number for step in rest] == [2, 3, 4]
 
 
+def test_steps_that_are_taken_back_are_not_taken_again(tmp_path):
+    """Step 3 is undone: weights, optimizer and the algorithm's state are those after step 2, and step 4 comes next."""
+    policy, steps, algorithm = begun("own state")
+    next(steps), next(steps)
+    path = steps.save(tmp_path)
+    before, moments = flat(policy.model.trainable_parameters()), flat(steps.state.optimizer.state)
+    steps.state.values = {"kept": 1}
+    next(steps)
+    steps.take_back(path, best=2)
+    for saved, now in ((before, policy.model.trainable_parameters()), (moments, steps.state.optimizer.state)):
+        assert all(mx.array_equal(value, saved[name]) for name, value in flat(now).items())
+    assert (steps.state.step, steps.state.values, algorithm.seen) == (3, {"kept": 1, "best": 2}, 2)
+    assert [step.number for step in steps] == [4]
+
+
+def test_a_taking_back_that_is_broken_off_is_undone(tmp_path, monkeypatch):
+    policy, steps, _ = begun("grpo")
+    next(steps)
+    path = steps.save(tmp_path)
+    next(steps)
+    before, moments = flat(policy.model.trainable_parameters()), flat(steps.state.optimizer.state)
+    restore = checkpoint.restore
+
+    def late(*arguments: Any) -> None:
+        restore(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "restore", late)
+    with pytest.raises(KeyboardInterrupt):
+        steps.take_back(path, best=1)
+    steps.rewind()
+    for saved, now in ((before, policy.model.trainable_parameters()), (moments, steps.state.optimizer.state)):
+        assert all(mx.array_equal(value, saved[name]) for name, value in flat(now).items())
+    assert (steps.state.step, steps.state.values) == (2, {})
+
+
 def test_the_newest_checkpoints_stay_and_a_damaged_one_gives_way(tmp_path):
     _, steps, _ = begun("grpo")
     for _ in steps:
@@ -155,7 +192,9 @@ def test_the_newest_checkpoints_stay_and_a_damaged_one_gives_way(tmp_path):
         "step-000004: optimizer.safetensors is damaged: it is not as it was saved",
         "step-000003: no state.json; wanted a checkpoint that a run has saved",
     ]
-    assert [step.number for step in rest] == [3, 4]
+    for _ in rest:
+        rest.save(tmp_path)
+    assert [checkpoint.read(path).step for path in checkpoint.found(tmp_path)] == [3, 4]
 
 
 def damage(path: Path) -> None:

@@ -118,10 +118,10 @@ def test_a_sink_is_a_function_of_a_step_or_an_object_with_some_of_the_methods():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (3, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, end, got 3"),
-        (lambda: None, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, end, got"),
+        (3, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, validation, end, got 3"),
+        (lambda: None, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, validation, "),
         (lambda: 1 / 0, "'m:f': cannot be made: ZeroDivisionError: division by zero"),
-        (int, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, end, got 0"),
+        (int, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, validation, end, got 0"),
         (SimpleNamespace(finish=print), "'m:f': wanted a function of a step, or an object with begin"),
     ],
 )  # fmt: skip
@@ -181,3 +181,17 @@ def test_evaluations_stand_in_the_line_of_the_step_before_them(tmp_path):
     assert "evaluation/accuracy" not in first
     assert (second["step"], second["loss"], second["evaluation/accuracy"]) == (2, 0.25, 0.75)
     assert (third["step"], third["loss"], third["evaluation/accuracy"]) == (3, 0.125, None)
+
+
+def test_validation_stands_beside_evaluations_in_the_same_lines(tmp_path):
+    sink = MetricsFile(tmp_path)
+    sink.evaluation("before training", {"accuracy": 0.25})
+    sink.validation("before training", {"accuracy": 0.5, "best_step": 0})
+    sink.step(step(loss=0.5))
+    sink.validation("after step 1", {"accuracy": 0.75, "best_step": 1, "decision": "accepted", "interval": [0, 1]})
+    sink.evaluation("after step 1", {"accuracy": 0.3})
+    (line,) = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert {name: value for name, value in line.items() if name.startswith(("eval", "valid"))} == {
+        "evaluation/before/accuracy": 0.25, "validation/before/accuracy": 0.5, "validation/before/best_step": 0,
+        "validation/accuracy": 0.75, "validation/best_step": 1, "evaluation/accuracy": 0.3,
+    }  # fmt: skip

@@ -41,7 +41,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for add in (_train, _sft, _eval, _plan, _runs, _show, _cancel):
+    for add in (_train, _sft, _eval, _plan, _runs, _show, _cancel, _verify, _lineage):
         add(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
@@ -62,14 +62,16 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _locate_config(parser: Parser, arguments: argparse.Namespace) -> None:
-    """The config of a run that goes on is that in its folder."""
-    resume = getattr(arguments, "resume", None)
-    if resume and arguments.config:
-        parser.error("--resume goes on with the config of its run; leave --config out")
-    if resume:
-        arguments.config = str(Path(resume) / "config.toml")
+    """The config of a run that goes on, or is evaluated, is that in its folder."""
+    for name in ("resume", "run"):
+        folder = getattr(arguments, name, None)
+        if folder and arguments.config:
+            parser.error(f"--{name} takes the config of its run; leave --config out")
+        if folder:
+            arguments.config = str(Path(folder) / "config.toml")
     if not arguments.config:
-        parser.error("wanted --config FILE")
+        others = "".join(f" or --{name} RUN" for name in ("resume", "run") if hasattr(arguments, name))
+        parser.error(f"wanted --config FILE{others}")
 
 
 def _train(commands: Any) -> None:
@@ -90,7 +92,12 @@ def _trains(command: Parser) -> None:
 
 def _eval(commands: Any) -> None:
     evaluate = _with_config(commands, "eval", "evaluate on a config's held-out examples")
-    evaluate.add_argument("--adapter", metavar="DIR", help="a saved adapter; else model.adapter, or none")
+    evaluate.add_argument("--run", metavar="RUN", help="a run's folder: its config, and the adapter that it made")
+    which = evaluate.add_mutually_exclusive_group()
+    which.add_argument(
+        "--adapter", metavar="DIR", help="a saved adapter, or sha256:DIGEST; else that of the run, or model.adapter"
+    )
+    which.add_argument("--base", action="store_true", help="the model without an adapter")
 
 
 def _plan(commands: Any) -> None:
@@ -115,6 +122,21 @@ def _show(commands: Any) -> None:
 def _cancel(commands: Any) -> None:
     cancel = _plain(commands, "cancel", "ask a run to end after its present step")
     cancel.add_argument("run", metavar="RUN", help="the folder of a run")
+
+
+def _verify(commands: Any) -> None:
+    _on_name(commands, "verify", "compare a handoff.json with the files that it is about; 1 where one differs")
+
+
+def _lineage(commands: Any) -> None:
+    _on_name(commands, "lineage", "tell the adapters that an adapter came from")
+
+
+def _on_name(commands: Any, name: str, about: str) -> None:
+    """A command about an adapter that has a handoff.json."""
+    command = _plain(commands, name, about)
+    command.add_argument("name", metavar="FOLDER|DIGEST", help="a run's or an adapter's folder, or sha256:DIGEST")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _plain(commands: Any, name: str, about: str) -> Parser:

@@ -85,7 +85,7 @@ def _prompts(experiment: Experiment, model: Skeleton) -> None:
     rules_of(model.tokenizer, sampling)
     check_thinking(model.tokenizer, sampling.thinking, "sampling")
     learned = experiment.learned(model.model)
-    for some in (experiment.tasks, experiment.held_out):
+    for some in (experiment.tasks, experiment.held_out, experiment.validation):
         if learned is not None:
             demonstrable(model.tokenizer, some, learned)
         elif some and experiment.environment is None:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxrl import store
 from mlxrl.errors import UserError, brief, exception_line, one_line
 from mlxrl.files import replacing_all
 from mlxrl.policy.differentiate import leaves
@@ -51,13 +52,15 @@ def save(model: Any, lora: LoRA, folder: str | Path, source: str) -> None:
 
 
 def read(folder: str | Path) -> Saved:
-    """An adapter folder, its arrays not yet in memory.
+    """An adapter by its folder or as `sha256:DIGEST` of the store, its arrays not yet in memory.
 
     The layers are those of which there are arrays, because mlx-lm adapts what a key happens to match.
 
     Raises:
         AdapterError: its files are missing or damaged, or it is not LoRA or DoRA in mlx-lm's format.
+        StoreError: the store does not have it, or it is damaged there.
     """
+    folder = store.resolve(folder)
     config = _config(folder)
     path = str(_file(folder, CONFIG))
     kind, layers = config.get("fine_tune_type", "lora"), config.get("num_layers")

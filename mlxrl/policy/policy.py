@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,6 +39,7 @@ class Policy:
     shares_prefix: whether its caches can carry a shared prompt through the gradient; needs_caches: whether passes need
     them for any sequence; source: what it was loaded from.
     start: the adapters' leaves of the reference, by name, those that training goes on from; None for the base model.
+    initial: the adapters' leaves as they were put on or read, by name.
     memo: what other parts find out or compile once for the model, by the name of what it is.
     """
 
@@ -51,6 +52,7 @@ class Policy:
     needs_caches: bool = False
     start: dict[str, mx.array] | None = field(default=None, compare=False, repr=False)
     memo: dict[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
+    initial: Mapping[str, mx.array] = field(default_factory=dict[str, mx.array], compare=False, repr=False)
 
     def __repr__(self) -> str:
         adapters = "frozen" if self.lora is None else f"rank {self.lora.rank}, {self.trainable_parameters:,} trainable"
@@ -65,6 +67,14 @@ class Policy:
     def trainable_parameters(self) -> int:
         """Numbers that the optimizer moves."""
         return sum(line.parameters for line in self.adapted)
+
+    @property
+    def distance(self) -> float:
+        """How far the adapters are from where they began: the Euclidean norm of all differences, in float32."""
+        now = dict(leaves(self.model.trainable_parameters()))
+        gaps = [(now[name].astype(mx.float32) - array.astype(mx.float32)) for name, array in self.initial.items()]
+        total = mx.stack([mx.square(gap).sum() for gap in gaps]).sum() if gaps else mx.zeros(())
+        return float(cast(float, mx.sqrt(total).item()))
 
     def require_trainable(self, where: str) -> None:
         """ModelError where the optimizer has nothing to move."""
@@ -100,7 +110,8 @@ def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: st
         raise ModelError(type(model).__module__, f"cannot be trained: {one_line(error)}") from error
     model.eval()
     sharing = shares_prefix(model)
-    return Policy(model, tokenizer, split(model), lora, sharing, source, sharing and needs_caches(model))
+    caches, initial = sharing and needs_caches(model), dict(leaves(model.trainable_parameters()))
+    return Policy(model, tokenizer, split(model), lora, sharing, source, caches, initial=initial)
 
 
 @keywords
@@ -118,7 +129,8 @@ def load(
     Args:
         lora: the adapters; None leaves the model frozen, for a reference or a teacher.
         dtype: of the weights; None keeps that of the files. A `.gguf` file is dequantised to it.
-        adapter: a folder that a run or mlx-lm has saved, whose weights and settings are taken over in place of `lora`.
+        adapter: a folder that a run or mlx-lm has saved, or `sha256:DIGEST` of the store, whose weights and settings
+            are taken over in place of `lora`.
         reference: what divergences are from: the "start", which is the model with the adapter as it was loaded, or the
             "base" model without one; None is the start.
         seed: of the adapters' initial values.
@@ -135,7 +147,8 @@ def load(
         return loaded
     adapter_folder.warn_of_other_model(saved, id)
     adapter_folder.fill(model, saved)
-    return loaded if reference == "base" else replace(loaded, start=dict(saved.weights))
+    initial = dict(leaves(model.trainable_parameters()))
+    return replace(loaded, start=None if reference == "base" else dict(saved.weights), initial=initial)
 
 
 def _require_tokens(policy: Policy) -> None:
@@ -196,8 +209,11 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
     return loaded
 
 
-def folder_of(id: str) -> Path | None:
-    """The folder of a model that is on this machine, also of an id that was fetched before; None where it is not."""
+def folder_of(id: str, revision: str | None = None) -> Path | None:
+    """The folder of a model that is on this machine, also of an id that was fetched before; None where it is not.
+
+    revision: of a Hugging Face id; None for the one that was fetched last.
+    """
     path = expanded(id)
     if path.exists() or id.count("/") != 1:
         return path if path.is_dir() else None
@@ -205,7 +221,7 @@ def folder_of(id: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(id, local_files_only=True))
+        return Path(snapshot_download(id, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
 

@@ -122,7 +122,7 @@ def fitted_once(policy: Policy, tasks: Sequence[Task], how: object, make: Callab
             return fitted
     fitted = make()
     if isinstance(tasks, tuple):
-        known[:] = [*known[-2:], (tasks, how, fitted)]  # of training and of evaluation
+        known[:] = [*known[-2:], (tasks, how, fitted)]  # of training, evaluation and validation
     if fitted.line:
         warnings.warn(fitted.line, stacklevel=4)
     return fitted

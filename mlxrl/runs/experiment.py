@@ -7,16 +7,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlxrl import algo, plugins
+from mlxrl import algo, plugins, store
 from mlxrl.algo.algorithm import turns_of
 from mlxrl.checked import SettingError
-from mlxrl.config import Origin, text
+from mlxrl.config import Origin, resolved, text
 from mlxrl.data import tasks as read_tasks
-from mlxrl.errors import UserError, did_you_mean
+from mlxrl.errors import UserError
 from mlxrl.protocols import Algorithm
 from mlxrl.rewards import TrainerState
-from mlxrl.rewards.scoring import Rewards, check_columns, rewards_of, tell_missing
+from mlxrl.rewards.scoring import Rewards, rewards_of
 from mlxrl.rollout.environment import Factory, check_factory, gives_rewards
+from mlxrl.runs.check import check_columns_of, check_echo, check_sources, check_teacher, check_validation
 from mlxrl.runs.sinks import Sink, UserSink
 from mlxrl.settings import EpisodeLimits, Rollout, Sampling
 from mlxrl.tables import Config
@@ -37,7 +38,8 @@ T = TypeVar("T")
 class Experiment:
     """A run before its models are loaded.
 
-    table: of the algorithm, resolved; held_out: the examples to evaluate on, none without data.evaluation.
+    table: of the algorithm, resolved; held_out: the examples to evaluate on, none without data.evaluation;
+    validation: those by which an adapter is chosen, none without data.validation.
     """
 
     config: Config
@@ -48,6 +50,7 @@ class Experiment:
     environment: Factory | None
     tasks: tuple[Task, ...]
     held_out: tuple[Task, ...]
+    validation: tuple[Task, ...]
     sinks: tuple[Sink, ...]
 
     @classmethod
@@ -62,33 +65,40 @@ class Experiment:
                 algorithm, steps=settings.steps, rollout=settings.rollout, sampling=settings.sampling,
                 reward=settings.reward, train=settings.train, warmup_steps=settings.optimizer.warmup_steps,
                 rewarded=rewarded, episodes=environment is not None,
-                sampled=rewarded and settings.data.evaluation is not None,
+                sampled=rewarded and (settings.data.evaluation or settings.data.validation) is not None,
             )  # fmt: skip
-            _check_data_settings(settings, rewarded, algorithm)
+            check_sources(settings, rewarded, algorithm)
             check_reference(settings.model, algorithm)
-            _check_echo(settings, algorithm)
-            _check_teacher(settings, algorithm)
+            check_validation(settings)
+            check_echo(settings, algorithm)
+            check_teacher(settings, algorithm)
+            if settings.run.store:
+                _within(("run", "store"), store.place)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         data = settings.data
         whole, most = "answers" in algorithm.needs, settings.evaluation.examples
         tasks = _tasks(settings, data.train, None, whole)
-        held_out = [] if data.evaluation is None else _tasks(settings, data.evaluation, most, whole)
+        held_out, validation = (
+            [] if source is None else _tasks(settings, source, most, whole)
+            for source in (data.evaluation, data.validation)
+        )
         try:
-            _check_data(settings, rewards, (held_out,) if whole else (tasks, held_out), tasks)
+            scored = (held_out, validation) if whole else (tasks, held_out, validation)
+            check_columns_of(settings, rewards, scored, tasks)
             check_tasks(len(tasks), settings.rollout, f"examples of {data.train}")
             sinks = tuple(_sink(name) for name in settings.run.sinks)
         except UserError as error:
             raise origin.locate(error) from error.__cause__
         return cls(
             settings, origin, algorithm, _table(settings, algorithm), rewards, environment, tuple(tasks),
-            tuple(held_out), sinks,
+            tuple(held_out), tuple(validation), sinks,
         )  # fmt: skip
 
     @property
     def completed(self) -> tuple[Task, ...]:
         """The examples that the model completes: those of evaluations alone, where it learns from answers."""
-        return self.held_out if "answers" in self.algorithm.needs else self.tasks
+        return self.held_out or self.validation if "answers" in self.algorithm.needs else self.tasks
 
     def within(self, folder: Path) -> Experiment:
         """The same with the folder of its run."""
@@ -121,7 +131,7 @@ class Experiment:
         )
         rules_of(policy.tokenizer, self.config.sampling)
         learned = self.learned(policy.model)
-        for some in (self.tasks if trained else (), self.held_out):
+        for some in (self.tasks, self.validation, self.held_out) if trained else (self.held_out,):
             if some and learned is not None:
                 learnable(policy, some, learned)
             elif some:
@@ -174,16 +184,25 @@ class Experiment:
             optimizer=config.optimizer, seed=config.seed, resume=resume, **given,
         )  # fmt: skip
 
-    def evaluator(self, policy: Policy) -> Callable[[int], Evaluation]:
-        """What evaluates a policy on the held-out examples after so many steps, as it is when called."""
+    def evaluation_settings(self) -> dict[str, Any]:
+        """The settings that an evaluation follows from, besides its policy and its examples."""
+        tables = resolved(self.config, self.table)
+        names = ("seed", "evaluation", "sampling", "reward", "environment")
+        turns, longest = turns_of(self.algorithm), self.config.train.max_tokens_per_sequence
+        answers = {"answers": {"turns": turns, "max_tokens_per_sequence": longest}} if turns else {}
+        return {**{name: tables[name] for name in names if name in tables}, **answers}
+
+    def evaluate(self, policy: Policy, tasks: Sequence[Task], step: int, samples: int = 0) -> Evaluation:
+        """Evaluate a policy on examples after so many steps; samples: of each besides."""
         from mlxrl.train.evaluate import evaluate
 
-        temperature = self.config.evaluation.temperature
-        sampling = replace(self.config.sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
-        return lambda step: evaluate(
-            policy, self.held_out, self.rewards, sampling=sampling, environment=self.environment,
-            limits=self.limits(), max_rows=self.config.rollout.max_rows, seed=self.config.seed,
-            state=TrainerState(step, self.config.steps), turns=turns_of(self.algorithm), train=self.config.train,
+        given = self.config.evaluation
+        sampling = replace(self.config.sampling, temperature=given.temperature, top_p=1.0, top_k=0, min_p=0.0)
+        return evaluate(
+            policy, tasks, self.rewards, sampling=sampling, samples=samples,
+            samples_temperature=given.samples_temperature, environment=self.environment, limits=self.limits(),
+            max_rows=self.config.rollout.max_rows, seed=self.config.seed, state=TrainerState(step, self.config.steps),
+            turns=turns_of(self.algorithm), train=self.config.train,
         )  # fmt: skip
 
 
@@ -234,66 +253,3 @@ def _tasks(settings: Config, source: str, limit: int | None, whole: bool) -> lis
     data: Any = settings.data
     columns = {**({} if data.completion is None else {"completion": data.completion}), **data.columns}
     return read_tasks(source, data.prompt, system=data.system, limit=limit, whole=whole, **columns)
-
-
-def _check_data_settings(settings: Config, rewarded: bool, algorithm: Algorithm) -> None:
-    """SettingError for settings of data and evaluation that do not go together."""
-    data, learned = settings.data, "answers" in algorithm.needs
-    if taken := [name for name in data.columns if name in ("source", "prompt", "system", "limit", "whole")]:
-        raise SettingError("data", "columns", f"{taken[0]!r} is a name that is taken; rename the column to another")
-    if data.evaluation == data.train:
-        raise SettingError("data", "evaluation", "wanted examples that are not trained on, got the training data")
-    if data.completion is not None and not learned:
-        raise SettingError("data", "completion", f"has no effect, because {algorithm.name} learns from samples")
-    if data.completion is not None and "completion" in data.columns:
-        raise SettingError("data", "columns", "'completion' is data.completion; leave one of them out")
-    if data.evaluation is not None and not rewarded and not learned:
-        raise SettingError("reward", "wanted at least one function, got none; data.evaluation is scored by them")
-    if data.evaluation is None:
-        given = [("evaluation", one.name) for one in fields(settings.evaluation)
-                 if getattr(settings.evaluation, one.name) != one.default]  # fmt: skip
-        for where in given + [("run", "evaluate_every")] * (settings.run.evaluate_every > 0):
-            raise SettingError(*where, "has no effect without data.evaluation")
-
-
-def _check_echo(settings: Config, algorithm: Algorithm) -> None:
-    if "observations" in algorithm.needs and settings.environment.max_turns == 1:
-        raise SettingError("algorithm", "echo", "has no effect with environment.max_turns = 1: no answer is read")
-    if "observations" in algorithm.needs and settings.environment.factory is None:
-        raise SettingError("algorithm", "echo", "has no effect without environment.factory")
-
-
-def _check_teacher(settings: Config, algorithm: Algorithm) -> None:
-    teacher, needed = settings.teacher, "teacher" in algorithm.needs
-    given = teacher.id is not None or teacher.hint is not None
-    if given and not needed:
-        raise SettingError("teacher", f"has no effect, because {algorithm.name} does not learn from a teacher")
-    if needed and not given:
-        why = f"{algorithm.name} needs a teacher; wanted a table [teacher] with id or hint"
-        raise SettingError("algorithm", "name", why)
-    if teacher.id == "base" and teacher.hint is None and "reward" not in algorithm.needs:
-        why = "'base' is what training starts from, so nothing is learned; wanted a hint, or algorithm.reward"
-        raise SettingError("teacher", "id", why)
-    if teacher.hint is not None and settings.environment.factory is not None:
-        raise SettingError("teacher", "hint", "an environment writes the prompts; leave the hint out")
-
-
-def _check_data(settings: Config, rewards: Rewards, scored: Sequence[Sequence[Task]], tasks: Sequence[Task]) -> None:
-    """SettingError for columns that rewards want of what they score, or the teacher of tasks, and the data lack."""
-    if len(scored) == 1 and rewards.functions:  # which score the answers of the model beside those of the data
-        from mlxrl.rollout.demonstrations import all_asked
-
-        all_asked(scored[0])
-    for some in scored:
-        if some:
-            offered = list(dict.fromkeys(column for task in some for column in task.columns))
-            _within(("reward",), check_columns, rewards, offered)
-            tell_missing(rewards, some)
-    if (hint := settings.teacher.hint) is not None:
-        from mlxrl.train.teacher import hinted
-
-        if hint not in tasks[0].columns:
-            near = did_you_mean(hint, tasks[0].columns) or f"; there are {', '.join(tasks[0].columns)}"
-            raise SettingError("teacher", "hint", f"no column {hint!r} in {settings.data.train}{near}")
-        for task in tasks:
-            hinted(task, hint)

@@ -12,6 +12,7 @@ from platform import python_version
 from typing import TYPE_CHECKING, Any
 
 from mlxrl import __version__
+from mlxrl.files import expanded
 
 if TYPE_CHECKING:
     from mlxrl.runs.experiment import Experiment
@@ -47,6 +48,21 @@ def device() -> dict[str, Any]:
     }
 
 
+def model(source: str, revision: str | None = None) -> dict[str, Any]:
+    """What a model is: its id, the revision where it is a snapshot of the Hub, and its files' digests.
+
+    revision: the one to look for; None for the one that was fetched last. Where the model is not on this machine there
+    are no files.
+    """
+    if expanded(source).exists():
+        return {"id": source, "revision": None, "files": model_digests(str(expanded(source)))}
+    from mlxrl.policy.policy import folder_of
+
+    folder = folder_of(source, revision)
+    found = revision if folder is None else folder.name
+    return {"id": source, "revision": found, "files": {} if folder is None else model_digests(str(folder))}
+
+
 def model_digests(source: str) -> dict[str, str]:
     """SHA-256 of a model's files by name: its config, tokenizer and weights; empty for one that is not a local path."""
     path = Path(source)
@@ -57,17 +73,30 @@ def model_digests(source: str) -> dict[str, str]:
 
 
 def data_digest(source: str, tasks: Sequence[Task]) -> dict[str, Any]:
-    """A data source, how many examples were taken of it, and a SHA-256 over them as they were understood."""
+    """A data source, how many examples were taken of it, a SHA-256 over them as they were understood, and its file's.
+
+    The last is null for what is no file.
+    """
     from mlxrl.data import fingerprint
 
-    return {"source": source, "examples": len(tasks), "sha256": fingerprint(tasks)}
+    return {
+        "source": source, "examples": len(tasks), "sha256": fingerprint(tasks), "file": source_digest(source),
+    }  # fmt: skip
+
+
+def source_digest(source: str) -> str | None:
+    """SHA-256 of the file of a data source; None where that is no file of this machine."""
+    path = expanded(source)
+    path = path / "train.jsonl" if path.is_dir() else path
+    return digest(path) if path.is_file() else None
 
 
 def data_digests(experiment: Experiment) -> list[dict[str, Any]]:
-    """The digests of what an experiment trains on and of what it is evaluated on."""
+    """The digests of what an experiment trains on, and of what it is evaluated on."""
     data = experiment.config.data
-    held_out = [] if data.evaluation is None else [data_digest(data.evaluation, experiment.held_out)]
-    return [data_digest(data.train, experiment.tasks), *held_out]
+    held_out = ((data.evaluation, experiment.held_out), (data.validation, experiment.validation))
+    evaluated = [data_digest(source, tasks) for source, tasks in held_out if source is not None]
+    return [data_digest(data.train, experiment.tasks), *evaluated]
 
 
 def digest(path: Path) -> str:

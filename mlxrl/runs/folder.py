@@ -52,6 +52,16 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def best(self) -> Path:
+        """Where adapters are that are the best on data.validation, as step-000050."""
+        return self.path / "best"
+
+    @property
+    def accepted(self) -> Path:
+        """Where checkpoints are that a rejected adapter is taken back to."""
+        return self.path / "accepted"
+
+    @property
     def resume_command(self) -> str:
         """The command that goes on with the run."""
         return shlex.join(["mlxrl", "train", "--resume", near(self.path)])
@@ -143,10 +153,18 @@ class RunFolder:
         lines = "".join(traceback.format_exception(error))
         self.enter("failed", error=exception_line(error), traceback=lines)
 
-    def evaluation(self, evaluation: Mapping[str, Any]) -> None:
-        """Write evaluation.json: `before` and, once known, `after`, `difference` and `interval`."""
+    def record_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        """Write evaluation.json."""
         with self.writing():
             write_json(self.path / "evaluation.json", evaluation)
+
+    def evaluation(self) -> dict[str, Any]:
+        """What evaluation.json says; empty where there is none that can be read."""
+        try:
+            found = json.loads((self.path / "evaluation.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 def run_folder(path: str | Path) -> RunFolder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,13 +97,13 @@ def _evaluations(folder: RunFolder) -> Iterator[str]:
     for when, event in {event.get("when"): event for event in events}.items():  # the last one, of a resumed run
         numbers = f"accuracy {event.get('accuracy')}, mean reward {event.get('mean_reward')}, {event.get('n')} examples"
         yield safe(f"held-out  {when}: {numbers}")
-    try:
-        found = json.loads((folder.path / "evaluation.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if "difference" in found:
+    found = folder.evaluation()
+    if found.get("difference") is not None:
         low, high = found["interval"]
-        yield f"held-out  difference {found['difference']:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}"
+        counts = ", ".join(f"{found[name]} {name}" for name in ("improved", "worsened", "equal"))
+        yield f"held-out  difference {found['difference']:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}, {counts}"
+    if chosen := found.get("validation"):
+        yield f"best      after step {chosen['best_step']}: mean reward {chosen['mean_reward']} on data.validation"
 
 
 def _config(folder: RunFolder) -> Mapping[str, Any]:

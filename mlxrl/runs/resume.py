@@ -9,9 +9,10 @@ from typing import Any
 from mlxrl.config import read, resolved
 from mlxrl.errors import UserError, brief
 from mlxrl.files import keep_lines, write_text
-from mlxrl.runs import facts
+from mlxrl.runs import facts, handoff
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import RunFolder, near
+from mlxrl.store import HANDOFF
 from mlxrl.train import checkpoint
 from mlxrl.train.checkpoint import Checkpoint
 
@@ -67,6 +68,7 @@ def begin(folder: RunFolder, experiment: Experiment, found: Resumption) -> None:
             keep_lines(folder.path / name, lambda record: record.get("step", 0) <= found.step)
         keep_lines(folder.path / "events.jsonl", lambda record: True)
         write_text(folder.path / "config.toml", experiment.toml())
+        (folder.path / HANDOFF).unlink(missing_ok=True)
     folder.cancel_asked()
     folder.event("resumed", step=found.step, damaged=found.damaged, changed=found.changed)
 
@@ -97,13 +99,16 @@ def _changed(folder: RunFolder, experiment: Experiment) -> list[str]:
 def _refuse_other_files(folder: RunFolder, experiment: Experiment) -> None:
     """UserError where the model's files or the data are others than the run began with."""
     manifest, config = folder.manifest(), experiment.config
-    old, new = manifest.get("model", {}).get("files"), facts.model_digests(config.model.id)
+    old, new = manifest.get("model", {}).get("files"), facts.model(config.model.id)["files"]
     if old and old != new:
         name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
         raise UserError(near(folder.path), "model", f"{name} is another file than the run began with")
-    before = {one["source"]: one for one in manifest.get("data", ())}
+    if (start := manifest.get("parent")) and start != handoff.parent_of(config.model.adapter):
+        why = f"{near(start['adapter'])} is another adapter than the run began with"
+        raise UserError(near(folder.path), "model", why)
+    before = {one["source"]: one["sha256"] for one in manifest.get("data", ())}
     for now in facts.data_digests(experiment):
-        if before.get(now["source"], now) != now:
+        if before.get(now["source"], now["sha256"]) != now["sha256"]:
             why = f"{near(now['source'])} has other examples than the run began with"
             raise UserError(near(folder.path), "data", why)
 

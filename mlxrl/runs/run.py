@@ -6,17 +6,16 @@ import shlex
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from mlxrl.awaiting import is_async
 from mlxrl.errors import UserError, one_line
-from mlxrl.rewards import RewardError
 from mlxrl.rewards.scoring import failures_of
-from mlxrl.runs import facts
+from mlxrl.runs import facts, handoff
+from mlxrl.runs.evaluations import Busy, Evaluations, due
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import FolderError, RunFolder, claim_free, near
 from mlxrl.runs.memory_limits import without_effect
@@ -27,11 +26,8 @@ from mlxrl.text import safe
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
     from mlxrl.train.checkpoint import Checkpoint
-    from mlxrl.train.evaluate import Evaluation
     from mlxrl.train.step import Step, Steps
     from mlxrl.train.teacher import Teacher
-
-Busy = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -40,7 +36,7 @@ class Run:
 
     policy, teacher: loaded before the folder is made, so that what cannot be had leaves none. sinks: what receives it.
     busy: the span of something that takes a while, shown to people. lines: what is said of it besides what the
-    experiment says. start: where it goes on, None for a run from its beginning. steps, evaluation: as far as they
+    experiment says. start: where it goes on, None for a run from its beginning. steps, evaluations: as far as they
     have come.
     """
 
@@ -54,7 +50,7 @@ class Run:
     lines: Sequence[tuple[str, str]] = ()
     start: Checkpoint | None = None
     steps: Steps | None = None
-    evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
+    evaluations: Evaluations | None = None
 
     def __call__(self) -> int:
         """Run, and leave the folder in the state it ended in. What was learned is saved, whatever ends it.
@@ -74,35 +70,34 @@ class Run:
 
     def _run(self) -> int:
         """Evaluate, train, save, and evaluate again."""
-        policy, held_out = self.policy, self.experiment.held_out
         self._begin()
-        evaluate = self.experiment.evaluator(policy)
-        before = self._evaluate(evaluate, 0, "before training") if held_out else None
-        if before is not None:
-            self._record(before=before.summary(self.experiment.config.evaluation.success))
+        resume = None if self.start is None else self.start.folder
+        self.steps = iter(self.experiment.steps(self.policy, self.teacher, resume))
+        evaluations = Evaluations(self.experiment, self.folder, self.policy, self.steps, self.sinks, self.busy)
+        self.evaluations = evaluations
+        evaluations.before()
         with self.shutdown.graceful():
-            self._train(policy, evaluate)
+            self._train(self.steps, evaluations)
+        unmoved = self._unmoved()
         lines = self._keep()
         if self.shutdown.requested:
+            lines = [*self._hand_over(), *lines]
             self.folder.enter("cancelled", reason=self.shutdown.reason)
-            self._end("cancelled", ["stopped", *lines])
+            self._end("cancelled", ["stopped", *unmoved, *lines])
             return 130
-        if before is not None:
-            from mlxrl.train.evaluate import compare
-
-            after = self._evaluate(evaluate, self.experiment.config.steps, "after training")
-            self._record(after=after.summary(self.experiment.config.evaluation.success), **compare(before, after))
+        evaluations.after()
+        stored = self._hand_over()
         self.folder.enter("succeeded")
-        self._end("succeeded", self._result())
+        self._end("succeeded", [*unmoved, *evaluations.lines(), *self._result(), *stored])
         return 0
 
     def _begin(self) -> None:
         """Record what the run is made of, and begin the sinks."""
-        source, teacher = self.experiment.config.model.id, self.experiment.config.teacher.id
+        model, teacher = self.experiment.config.model, self.experiment.config.teacher.id
         with self.folder.writing():
-            self.folder.record(model={"id": source, "files": facts.model_digests(source)})
+            self.folder.record(model=facts.model(model.id), parent=handoff.parent_of(model.adapter))
             if teacher not in (None, "base"):
-                self.folder.record(teacher={"id": teacher, "files": facts.model_digests(teacher)})
+                self.folder.record(teacher=facts.model(teacher))
         title = f"mlxrl {facts.versions()['mlxrl']}"
         lines = [*summary(self.experiment, self.policy.trainable_parameters), *self.lines]
         description = Description(title, lines, self.policy.adapted, self.experiment.config, self.folder.path)
@@ -110,22 +105,28 @@ class Run:
             for sink in self.sinks:
                 sink.begin(description)
 
-    def _train(self, policy: Policy, evaluate: Callable[[int], Evaluation]) -> None:
-        """Take the steps, up to the last one, or the one with a graceful-shutdown request."""
+    def _train(self, steps: Steps, evaluations: Evaluations) -> None:
+        """Take the steps, up to the last one, or the one with a graceful-shutdown request, or that ends it early."""
         config, saved = self.experiment.config, time.monotonic()
-        self.steps = self.experiment.steps(policy, self.teacher, None if self.start is None else self.start.folder)
-        self._evaluate_between(evaluate)
-        for step in self.steps:
+        if not evaluations.after_step():
+            return
+        for step in steps:
             self._write(step)
             self.shutdown.ask(self.folder.cancel_asked())
-            if not self.shutdown.requested:
-                self._evaluate_between(evaluate)
+            ended = not self.shutdown.requested and not evaluations.after_step()
             late = 0 < config.run.checkpoint_minutes * 60 <= time.monotonic() - saved
             if late or due(config.run.checkpoint_every, step.number):
                 self._checkpoint()
                 saved = time.monotonic()
-            if self.shutdown.requested:
+            if self.shutdown.requested or ended:
                 return
+
+    def _unmoved(self) -> list[str]:
+        """A line where all adapter weights are those of the start."""
+        if self.policy.distance:
+            return []
+        self.folder.event("unmoved", step=self._taken)
+        return [f"unmoved   {times(self._taken, 'step')} changed no weight: the adapter is what it was at the start"]
 
     def _write(self, step: Step) -> None:
         """Hand a step to the sinks, and note what went wrong in it."""
@@ -139,35 +140,6 @@ class Run:
             for sink in self.sinks:
                 sink.step(step)
 
-    def _evaluate(self, evaluate: Callable[[int], Evaluation], step: int, when: str) -> Evaluation:
-        with self.busy(f"evaluating {len(self.experiment.held_out):,} held-out examples"):
-            found = evaluate(step)
-        summary = found.summary(self.experiment.config.evaluation.success)
-        with self.folder.writing():
-            for sink in self.sinks:
-                sink.evaluation(when, summary)
-        self.folder.event("evaluation", when=when, **summary)
-        return found
-
-    def _evaluate_between(self, evaluate: Callable[[int], Evaluation]) -> None:
-        """The evaluation that is due between two steps, once; the run lives where it could not be scored."""
-        assert self.steps is not None
-        config, state = self.experiment.config, self.steps.state
-        wanted = self.experiment.held_out and due(config.run.evaluate_every, state.step)
-        if not wanted or not 0 < state.step < config.steps or state.values.get("evaluated") == state.step:
-            return
-        when = f"after step {state.step}"
-        try:
-            self._evaluate(evaluate, state.step, when)
-        except RewardError as error:
-            self.folder.event("evaluation failed", when=when, error=str(error))
-            warnings.warn(f"evaluation {when}: {error}", stacklevel=2)
-        state.values["evaluated"] = state.step
-
-    def _record(self, **found: Any) -> None:
-        self.evaluation |= found
-        self.folder.evaluation(self.evaluation)
-
     def _checkpoint(self) -> None:
         assert self.steps is not None
         with self.folder.writing():
@@ -175,12 +147,25 @@ class Run:
 
     def _keep(self) -> list[str]:
         """Save the steps so far, as a checkpoint and as adapters; where they lie, and the command that goes on."""
-        if self.steps is None or self.steps.state.step == 0:
+        if self.evaluations is None or not self._taken:
             return []
         self._checkpoint()
         with self.folder.writing():
-            self.policy.save(self.folder.adapters)
+            self.evaluations.save(self.folder.adapters)
         return [f"adapter     {near(self.folder.adapters)}", self._go_on()]
+
+    @property
+    def _taken(self) -> int:
+        return 0 if self.steps is None else self.steps.state.step
+
+    def _hand_over(self) -> list[str]:
+        """Write down what the adapter is, which is final, and put it into the store where the config says so."""
+        if self.steps is None or self.steps.state.step == 0:
+            return []
+        with self.folder.writing():
+            handoff.write(self.folder, self.experiment.algorithm.name, self.steps.state.step)
+        stored = handoff.keep(self.folder) if self.experiment.config.run.store else ""
+        return [f"stored    {stored}"] if stored else []
 
     def _stopped(self) -> int:
         """The end of a run that was stopped at once."""
@@ -221,9 +206,10 @@ class Run:
         return f"go on with  {self.folder.resume_command}"
 
     def _end(self, state: str, lines: Sequence[str] = ()) -> None:
+        report = {} if self.evaluations is None else self.evaluations.report
         for sink in self.sinks:
             with suppress(OSError):
-                sink.end(Outcome(state, self.evaluation, lines))
+                sink.end(Outcome(state, report, lines))
 
     def _result(self) -> list[str]:
         """Where the adapter is, and how it is tried."""
@@ -232,11 +218,6 @@ class Run:
             return [f"adapter   {adapters}"]
         words = shlex.join(["mlx_lm.generate", "--model", model, "--adapter-path", adapters, "--prompt"])
         return [f"adapter   {adapters}", f"try it    {words} ..."]
-
-
-def due(every: int, done: int) -> bool:
-    """Whether what is done every so many steps is due after so many; 0 is never."""
-    return every > 0 and done % every == 0
 
 
 def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[str, str]]:
@@ -301,11 +282,11 @@ def _teacher(experiment: Experiment) -> str:
 
 
 def _evaluations(experiment: Experiment) -> str:
-    if not experiment.held_out:
-        return ", no evaluation"
-    config = experiment.config
-    between = (config.steps - 1) // config.run.evaluate_every if config.run.evaluate_every else 0
-    return f", {2 + between} evaluations of {times(len(experiment.held_out), 'example')}"
+    steps, every, examples = experiment.config.steps, experiment.config.run.evaluate_every, len(experiment.held_out)
+    between = (steps - 1) // every if every else 0
+    held_out = f", {2 + between} evaluations of {times(examples, 'example')}" if examples else ", no evaluation"
+    chosen = f", {2 + between} of data.validation" if experiment.validation else ""
+    return held_out + chosen
 
 
 def times(count: int, noun: str) -> str:

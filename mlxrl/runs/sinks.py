@@ -54,11 +54,14 @@ class Sink:
     def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
         """The held-out examples were evaluated "before training", "after step 10" or "after training"."""
 
+    def validation(self, when: str, summary: Mapping[str, Any]) -> None:
+        """data.validation was evaluated, in the same way, and the adapter judged by it."""
+
     def end(self, outcome: Outcome) -> None:
         """The run ends, however it does."""
 
 
-METHODS = ("begin", "step", "evaluation", "end")
+METHODS = ("begin", "step", "evaluation", "validation", "end")
 
 
 class UserSink(Sink):
@@ -96,6 +99,10 @@ class UserSink(Sink):
         """Hand it on."""
         self._send("evaluation", when, summary)
 
+    def validation(self, when: str, summary: Mapping[str, Any]) -> None:
+        """Hand it on."""
+        self._send("validation", when, summary)
+
     def end(self, outcome: Outcome) -> None:
         """Hand it on."""
         self._send("end", outcome)
@@ -128,7 +135,7 @@ class MetricsFile(Sink):
     """metrics.jsonl: the numbers of every step, and of the evaluation after it.
 
     An evaluation is `evaluation/accuracy` and so on in the line of the step that it comes after; the one before
-    training is `evaluation/before/accuracy` and so on in the first line.
+    training is `evaluation/before/accuracy` and so on in the first line. Those on data.validation are `validation/...`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -140,9 +147,15 @@ class MetricsFile(Sink):
         self._before = {}
 
     def evaluation(self, when: str, summary: Mapping[str, Any]) -> None:
+        self._add("evaluation", summary)
+
+    def validation(self, when: str, summary: Mapping[str, Any]) -> None:
+        self._add("validation", summary)
+
+    def _add(self, what: str, summary: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
-        if not extend_last_line(self._path, {f"evaluation/{name}": value for name, value in numbers.items()}):
-            self._before = {f"evaluation/before/{name}": value for name, value in numbers.items()}
+        if not extend_last_line(self._path, {f"{what}/{name}": value for name, value in numbers.items()}):
+            self._before |= {f"{what}/before/{name}": value for name, value in numbers.items()}
 
 
 class SamplesFile(Sink):

@@ -1,16 +1,14 @@
-"""The loss on answers that held-out data hold, and its paired difference between two evaluations."""
+"""The loss on the answers that held-out data hold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from mlxrl.algo.recipes import sft
-from mlxrl.algo.reduce import perplexity
+from mlxrl.data import fingerprint
 from mlxrl.policy.logprobs import logprobs
 from mlxrl.policy.modes import scoring
 from mlxrl.policy.policy import Policy
@@ -18,22 +16,8 @@ from mlxrl.policy.prefix import with_prefix_runs
 from mlxrl.rollout.demonstrations import Rules, demonstration
 from mlxrl.settings import Train
 from mlxrl.train.batch import make_batch
+from mlxrl.train.comparison import AnswerLosses
 from mlxrl.types import Task
-
-RESAMPLES = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerLosses:
-    """losses: the cross-entropy in nats of each example's answers, summed over their tokens; tokens: how many."""
-
-    losses: tuple[float, ...]
-    tokens: tuple[int, ...]
-
-    def summary(self) -> dict[str, Any]:
-        """loss: the mean over all tokens; perplexity: its exponential; answer_tokens: how many."""
-        loss = sum(self.losses) / sum(self.tokens)
-        return {"loss": loss, "perplexity": perplexity(loss), "answer_tokens": sum(self.tokens)}
 
 
 def answer_losses(policy: Policy, tasks: Sequence[Task], rules: Rules, train: Train = Train()) -> AnswerLosses:
@@ -45,12 +29,5 @@ def answer_losses(policy: Policy, tasks: Sequence[Task], rules: Rules, train: Tr
             found = logprobs(policy, one, gradient=False, prefix=run).token_logprobs
             mx.eval(found)  # the pass's activations end here
             np.subtract.at(losses, list(one.trajectories), np.array(found, np.float64).sum(axis=1))
-    return AnswerLosses(tuple(losses.tolist()), tuple(trajectory.num_sampled for (trajectory,) in groups))
-
-
-def loss_difference(before: AnswerLosses, after: AnswerLosses, seed: int = 0) -> Mapping[str, Any]:
-    """Loss after minus before on the same answers, with the 95 % interval of a bootstrap over the examples."""
-    changes, tokens = np.subtract(after.losses, before.losses), np.array(before.tokens)
-    draws = np.random.default_rng(seed).integers(len(tokens), size=(RESAMPLES, len(tokens)))
-    low, high = np.percentile(changes[draws].sum(axis=1) / tokens[draws].sum(axis=1), [2.5, 97.5])
-    return {"loss_difference": changes.sum() / tokens.sum(), "loss_interval": [float(low), float(high)]}
+    tokens = tuple(trajectory.num_sampled for (trajectory,) in groups)
+    return AnswerLosses(fingerprint(tasks), tuple(losses.tolist()), tokens)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,25 @@ def save_rolling(
 ) -> Path:
     """Save a checkpoint in a folder of some, and then remove all but the newest `keep`."""
     path = folder / f"step-{state.step:06d}"
+    if path.exists() and not is_whole(path):
+        remove([path])
     if not path.exists():
         save(path, policy, state, algorithm, facts)
-    for old in sorted(found(folder), reverse=True)[keep:]:
-        hidden = old.with_name(f".{old.name}")
-        old.rename(hidden)  # never seen half removed
-        shutil.rmtree(hidden)
+    remove(found(folder)[:-keep])
     return path
+
+
+def remove(folders: Iterable[Path]) -> None:
+    """Remove checkpoints, or what else is a folder; none is ever seen half removed."""
+    for old in folders:
+        hidden = old.with_name(f".{old.name}")
+        old.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def step_of(folder: Path) -> int:
+    """The number of steps in the name of a folder such as step-000050."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def found(folder: Path) -> list[Path]:
@@ -124,6 +137,13 @@ def read(folder: Path) -> Checkpoint:
             raise
         raise CheckpointError(str(folder), f"damaged: {one_line(error)}") from error
     return Checkpoint(folder, saved)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder is a checkpoint whose files are as they were saved."""
+    with suppress(CheckpointError):
+        return bool(read(folder))
+    return False
 
 
 def restore(

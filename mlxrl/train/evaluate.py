@@ -1,24 +1,23 @@
-"""Evaluation on held-out examples, and the comparison of two evaluations of the same examples."""
+"""Evaluation on held-out examples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
-
-from mlxrl.algo.advantages import equal
 from mlxrl.algo.credit import Turns
-from mlxrl.checked import keywords
-from mlxrl.data import Source, as_tasks
+from mlxrl.checked import Natural, at_most, checked_value, keywords
+from mlxrl.data import Source, as_tasks, fingerprint
 from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.rewards.calls import TrainerState
 from mlxrl.rewards.scoring import (
     RewardLike,
+    Rewards,
     attempt,
     failure_line,
     failures_of,
@@ -30,30 +29,45 @@ from mlxrl.rollout.demonstrations import all_asked, learnable, rules_for
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.sample import fitting_prompts, sample
-from mlxrl.settings import EpisodeLimits, Sampling, Train
-from mlxrl.train.answers import AnswerLosses, answer_losses, loss_difference
+from mlxrl.settings import EpisodeLimits, Sampling, Train, Warm
+from mlxrl.train.answers import answer_losses
+from mlxrl.train.comparison import AnswerLosses, Scores, pass_at, succeeds
 from mlxrl.train.metrics import require_finite
-from mlxrl.types import Task, Trajectory
+from mlxrl.types import Group, Task, Trajectory
 
-RESAMPLES = 10_000
+Samples = Annotated[Natural, at_most(1000)]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
-    """One trajectory a task, in the order of the tasks. left_out: how many prompts fill the model's context.
+    """One trajectory a task, in the order of the tasks, and the k samples of each where there are some.
 
+    left_out: how many prompts fill the model's context.
     answers: the losses on the answers of the data, where they were asked for; without rewards there are no
     trajectories then.
     """
 
     trajectories: tuple[Trajectory, ...]
     left_out: int = 0
+    samples: tuple[Group, ...] = ()
     answers: AnswerLosses | None = None
 
     @property
     def rewards(self) -> tuple[float, ...]:
         """The reward of every example, NaN where it could not be scored."""
-        return tuple(t.reward if math.isfinite(t.reward) else math.nan for t in self.trajectories)
+        return _rewards(self.trajectories)
+
+    @property
+    def examples(self) -> str:
+        """SHA-256 of the examples, in their order."""
+        if self.answers is not None:
+            return self.answers.examples
+        return fingerprint(one.task for one in self.trajectories)
+
+    @property
+    def scores(self) -> Scores:
+        """The rewards alone, which `compare` takes as well."""
+        return Scores(self.examples, self.rewards, tuple(map(_rewards, self.samples)), self.answers)
 
     def __repr__(self) -> str:
         found = self.summary() if self.trajectories or self.answers else {}
@@ -72,8 +86,9 @@ class Evaluation:
     def summary(self, success: float = 1.0) -> dict[str, Any]:
         """accuracy, the share of rewards of at least `success`, and mean_reward of the n examples that could be scored.
 
-        A reward that falls short of `success` by rounding is there. unscored: how many examples could not be scored;
-        where there are some, failures: which function failed how often for which reason, and warning: that in words.
+        A reward that falls short of `success` by rounding is there. pass@k: of the samples, for k = 1, 2, 4, ... and
+        their number. unscored: how many examples could not be scored; where there are some, failures: which function
+        failed how often for which reason, and warning: that in words.
         Where answers of the data were scored, loss, perplexity and answer_tokens; without rewards these alone.
         """
         if self.answers is not None and not self.trajectories:
@@ -81,8 +96,9 @@ class Evaluation:
             return {**self.answers.summary(), "n": len(self.answers.losses), **left_out}
         rewards = [reward for reward in self.rewards if not math.isnan(reward)]
         found: dict[str, Any] = {
-            "accuracy": fmean(r >= success or equal(r, success) for r in rewards) if rewards else math.nan,
+            "accuracy": fmean(succeeds(reward, success) for reward in rewards) if rewards else math.nan,
             "mean_reward": fmean(rewards) if rewards else math.nan,
+            **self._passes(success),
             "n": len(rewards),
             "unscored": len(self.rewards) - len(rewards),
             **(self.answers.summary() if self.answers else {}),
@@ -93,6 +109,20 @@ class Evaluation:
             found |= {"failures": failures, "warning": self.warning}
         return found
 
+    def _passes(self, success: float) -> dict[str, Any]:
+        """pass@k by its name, and how many samples could not be scored where there are some."""
+        if not self.samples:
+            return {}
+        samples, most = self.scores.samples, len(self.samples[0])
+        unscored = sum(math.isnan(reward) for one in samples for reward in one)
+        counts = [k for power in range(most.bit_length()) if (k := 2**power) < most] + [most]
+        passes = {f"pass@{k}": pass_at(k, samples, success) for k in counts}
+        return {**passes, **({"samples_unscored": unscored} if unscored else {})}
+
+
+def _rewards(trajectories: Sequence[Trajectory]) -> tuple[float, ...]:
+    return tuple(one.reward if math.isfinite(one.reward) else math.nan for one in trajectories)
+
 
 @keywords
 def evaluate(
@@ -101,6 +131,8 @@ def evaluate(
     reward: RewardLike = None,
     *,
     sampling: Sampling = Sampling(temperature=0.0),
+    samples: int = 0,
+    samples_temperature: float = 1.0,
     environment: Factory | None = None,
     limits: EpisodeLimits = EpisodeLimits(),
     max_rows: int = 32,
@@ -109,63 +141,47 @@ def evaluate(
     turns: Turns | None = None,
     train: Train = Train(),
 ) -> Evaluation:
-    """Complete every task once, greedily by default, and score the completions; or score answers of the data.
+    """Complete every task once, greedily by default, and score the completions; then sample each k times more.
 
     Args:
         tasks: those of `mlxrl.tasks`, or what that reads; prompts that fill the model's context are left out.
         reward: may be left out where an environment gives the rewards; what its settings shape is not shaped here.
+        samples: k, of each task, for pass@k; 0 for none. samples_temperature: at which they are drawn.
         environment, limits, max_rows: see `sample`.
+        seed: from which everything random follows: two evaluations draw with the same keys.
         state: what functions learn of a run.
         turns: also the loss on the answers of the data, as `sft` has it; then completions are for a reward alone.
         train: `max_tokens_per_sequence` and `tokens_per_pass` for that.
     """
     if tasks in ([], ()):
         raise UserError("evaluate", "wanted at least one task, got none")
+    samples = checked_value("evaluate", "samples", Samples, samples)
+    samples_temperature = checked_value("evaluate", "samples_temperature", Warm, samples_temperature)
     tasks, rewards, answers = as_tasks(tasks, whole=turns is not None), rewards_of(reward), None
     if turns is not None:
         rules = rules_for(policy.model, turns, sampling.thinking, train.max_tokens_per_sequence)
         learned = learnable(policy, tasks, rules)
         answers = answer_losses(policy, learned.tasks, rules, train)
         if not rewards.functions and environment is None:
-            return Evaluation((), learned.left_out, answers)
+            return Evaluation((), learned.left_out, answers=answers)
         tasks = all_asked(tasks)
     fitted = fitting_prompts(policy, tasks, sampling, environment)
     if environment is not None and not rewards.functions and not gives_rewards(environment):
         why = "wanted at least one function, got none; the environment gives no rewards"
         raise UserError("evaluate", "reward", why)
     tell_missing(rewards, tasks)
-    groups = sample(
-        policy, fitted.tasks, group_size=1, sampling=sampling, key=key_of(seed, 0), max_rows=max_rows,
-        environment=environment, limits=limits,
-    )  # fmt: skip
+    draw = partial(sample, policy, fitted.tasks, max_rows=max_rows, environment=environment, limits=limits)
+    once = _scored(draw(group_size=1, sampling=sampling, key=key_of(seed, 0)), rewards, state)
+    further: Sequence[Group] = ()
+    if samples:
+        warm = replace(sampling, temperature=samples_temperature)
+        further = _scored(draw(group_size=samples, sampling=warm, key=key_of(seed, 1)), rewards, state)
+    return Evaluation(tuple(group[0] for group in once), fitted.left_out, tuple(further), answers)
+
+
+def _scored(groups: Sequence[Group], rewards: Rewards, state: TrainerState) -> Sequence[Group]:
     require_finite(groups, "evaluation")
     scored, fault = attempt(groups, rewards, state)
     if fault is not None:
         raise fault
-    return Evaluation(tuple(group[0] for group in require_scores(scored)), fitted.left_out, answers)
-
-
-def compare(before: Evaluation, after: Evaluation, seed: int = 0) -> dict[str, Any]:
-    """Mean reward after minus before on the same examples, with its 95 % interval.
-
-    Examples that could not be scored in both are left out; then `pairs` says how many there are. The interval is that
-    of a bootstrap over the pairs (percentiles 2.5 and 97.5 of the resampled means). Where answers of the data were
-    scored, loss_difference and loss_interval are those of their loss.
-    """
-    tokens = [one.answers.tokens if one.answers else () for one in (before, after)]
-    prompts = [[trajectory.task.prompt for trajectory in one.trajectories] for one in (before, after)]
-    if tokens[0] != tokens[1] or prompts[0] != prompts[1]:
-        raise UserError("compare", "the two evaluations are not of the same examples")
-    both_answers = before.answers and after.answers and (before.answers, after.answers)
-    answers = loss_difference(*both_answers, seed) if both_answers else {}
-    if answers and not before.trajectories:
-        return dict(answers)
-    both = zip(before.rewards, after.rewards, strict=True)
-    known = [(one, other) for one, other in both if not math.isnan(one + other)]
-    if not known:
-        return {"difference": math.nan, "interval": [math.nan, math.nan], "pairs": 0, **answers}
-    pairs = np.array([0.0 if equal(one, other) else other - one for one, other in known])
-    left_out = {} if len(pairs) == len(before.rewards) else {"pairs": len(pairs)}
-    draws = np.random.default_rng(seed).integers(len(pairs), size=(RESAMPLES, len(pairs)))
-    low, high = np.percentile(pairs[draws].mean(axis=1), [2.5, 97.5])
-    return {"difference": fmean(pairs), "interval": [float(low), float(high)], **left_out, **answers}
+    return require_scores(scored)

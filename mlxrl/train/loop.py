@@ -275,6 +275,7 @@ def _of_step(training: Training, clock: Clock, found: Resampled, groups: Sequenc
         "rollout/rounds": float(found.rounds),
         **_of_parts(training, clock),
         "rollout/tokens_per_second": tokens / max(clock.seconds["rollout"], 1e-9),
+        "adapter/distance": training.policy.distance,
     }
     if groups and groups != found.groups:
         metrics["reward/shaped"] = describe(groups)["reward"]

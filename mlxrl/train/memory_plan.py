@@ -99,7 +99,7 @@ def constant(whole: Skeleton, lora: LoRA | None = None, optimizer: optim.Optimiz
     adapt(whole.model, lora)
     optimizer.init(whole.model.trainable_parameters())
     adapters = _size(whole.model.trainable_parameters())
-    return {"weights": weights, "adapters": adapters, "optimizer": _size(optimizer.state)}
+    return {"weights": weights, "adapters": adapters, "start": adapters, "optimizer": _size(optimizer.state)}
 
 
 def _size(tree: Any) -> int:

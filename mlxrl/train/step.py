@@ -12,7 +12,7 @@ from mlxrl.policy.policy import Policy
 from mlxrl.protocols import Algorithm
 from mlxrl.train import checkpoint
 from mlxrl.train.metrics import describe, describe_answers, warnings_of
-from mlxrl.train.state import RunState
+from mlxrl.train.state import RunState, Snapshot
 from mlxrl.types import Group, Metrics
 
 
@@ -102,6 +102,17 @@ class Steps(Iterator[Step]):
             self.state.start.restore(self._policy, self.state)
             self.state.start = None
 
+    def take_back(self, path: str | Path, **values: Any) -> None:
+        """Put adapters, optimizer and counters of a checkpoint back, and keep values with the state.
+
+        The number of steps taken stays, and with it data and keys go on: the steps that led here are not taken again.
+        """
+        state, other = self.state, RunState(self.state.optimizer)
+        state.start = Snapshot.of(self._policy, state)  # until all is in its place
+        checkpoint.restore(checkpoint.read(Path(path)), self._policy, other, self._algorithm, self._facts())
+        values = {**state.values, **values}
+        state.skipped, state.streaks, state.values, state.start = other.skipped, other.streaks, values, None
+
     def resumed(self, path: str | Path) -> Steps:
         """These steps from the newest whole checkpoint on; a warning for each damaged one that is newer.
 
@@ -114,6 +125,10 @@ class Steps(Iterator[Step]):
         if found is None:
             raise checkpoint.CheckpointError(str(path), "no whole checkpoint; wanted one that a run has saved")
         checkpoint.restore(found, self._policy, self.state, self._algorithm, self._facts())
+        return self
+
+    def __iter__(self) -> Steps:
+        self._begun = True
         return self
 
     def __next__(self) -> Step:
