@@ -19,7 +19,7 @@ from rich.text import Text
 from mlxrl.rewards import best_and_worst, text_of
 from mlxrl.runs.sinks import Description, Outcome, Sink
 from mlxrl.text import ASCII_BARS, BARS, duration, evaluated, number, safe, shorten, size, sparkline, trend
-from mlxrl.train.comparison import gain
+from mlxrl.train.comparison import gain_interval
 from mlxrl.types import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Console(Sink):
         """An evaluation of data.validation, and what it decided."""
         self._evaluated(f"validation {when}", summary, "")
         if summary.get("decision") == "rejected":
-            (low, high), least = gain(summary)[1], -summary["margin"] or 0
+            (low, high), least = gain_interval(summary), -summary["margin"] or 0
             why = f"its difference from the best, {low:+.3f} to {high:+.3f}, lies below {least:g}"
             self._print(f"  validation {when}: the adapter is taken back, because {why}", "yellow")
 

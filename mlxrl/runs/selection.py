@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxrl.train.comparison import Scores, compare, gain
+from mlxrl.train.comparison import Scores, compare, gain, gain_interval
 
 COUNTS = ("step", "since", "accepted", "evaluated")
 
@@ -48,10 +48,9 @@ class Selection:
         if self.best is None:
             return Selection(scores, step, 0, step, step), {"best_step": step}
         found = compare(self.best, scores)
-        difference, (_, high) = gain(found)
-        rejected = margin is not None and high < -margin
+        rejected = margin is not None and gain_interval(found)[1] < -margin
         after = replace(self, since=self.since + 1, evaluated=step, accepted=self.accepted if rejected else step)
-        if difference > 0:
+        if gain(found) > 0:
             after = replace(after, best=scores, step=step, since=0)
         decision = {} if margin is None else {"decision": "rejected" if rejected else "accepted", "margin": margin}
         return after, {**found, **decision, "best_step": after.step}

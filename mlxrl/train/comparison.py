@@ -166,12 +166,15 @@ def loss_difference(before: AnswerLosses, after: AnswerLosses, seed: int = 0) ->
     return {**found, "loss_interval": _interval(shares, seed, lambda means: means[:, 0] / means[:, 1])}
 
 
-def gain(found: Mapping[str, Any]) -> tuple[float, tuple[float, float]]:
-    """How much better the second evaluation of a comparison is, with the interval: more reward, or less loss."""
-    if "difference" in found:
-        return found["difference"], tuple(found["interval"])
-    low, high = found["loss_interval"]
-    return -found["loss_difference"], (-high, -low)
+def gain(found: Mapping[str, Any]) -> float:
+    """How much better the second evaluation of a comparison is: the reward that it has more, or the loss less."""
+    return found["difference"] if "difference" in found else -found["loss_difference"]
+
+
+def gain_interval(found: Mapping[str, Any]) -> tuple[float, float]:
+    """The 95 % interval of the gain."""
+    low, high = found["interval"] if "interval" in found else (-one for one in reversed(found["loss_interval"]))
+    return low, high
 
 
 def _interval(
