@@ -149,6 +149,10 @@ def _refuse_strange(values: Mapping[str, Any]) -> None:
     known = tables()
     for name, value in values.items():
         if name not in hints_of(Config):
+            for leaf in _leaves(value) if isinstance(value, Mapping) and not foreign(name) else ():
+                *inside, key = leaf.split(".")
+                if there := foreign(key):
+                    raise SettingError(name, *inside, f"unknown key {key!r}{there}")
             kind = f"table [{name}]" if isinstance(value, Mapping) else f"key {name!r}"
             raise SettingError(f"unknown {kind}{_near(name, known)}")
         for key in value if name in known and isinstance(value, Mapping) else ():

@@ -51,7 +51,8 @@ class Model:
     id: Annotated[Text, says("Hugging Face id, mlx-lm folder, or llama .gguf file")]
     dtype: Annotated[Dtype | None, says("type of the weights; left out, that of the files")] = None
     adapter: Annotated[
-        Text | None, says("adapter to go on from in place of [lora]: a folder of mlx-lm or of a run, or sha256:DIGEST")
+        Text | None,
+        says("adapter to go on from in place of [lora]: a folder of a run, mlx-lm or PEFT, or sha256:DIGEST"),
     ] = None
     reference: Annotated[
         Reference | None,

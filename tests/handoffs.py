@@ -33,7 +33,7 @@ def ended(path: Path, weights: bytes = b"weights", parent: str | None = None, **
         versions=facts.versions(), data=[facts.data_digest(str(data), tasks(data))], model=facts.model(str(model)),
         parent=handoff.parent_of(parent), **changes,
     )  # fmt: skip
-    folder.evaluation({"before": {"accuracy": 0.25}, "after": {"accuracy": 0.5}})
+    folder.record_evaluation({"before": {"accuracy": 0.25}, "after": {"accuracy": 0.5}})
     adapter_folder(folder.adapters, weights)
     handoff.write(folder, "grpo", 3)
     return folder

@@ -134,7 +134,10 @@ def edited(folder, **changes):
 REFUSED = {
     "a full fine-tune": ({"fine_tune_type": "full"}, "a full fine-tune, no adapter; mlx_lm.fuse --model "),
     "another kind": ({"fine_tune_type": "ia3"}, 'fine_tune_type: wanted lora or dora, got "ia3"'),
-    "peft's": ({"peft_type": "LORA", "r": 8}, "an adapter in PEFT's format; wanted mlx-lm's: merge it"),
+    "peft's without arrays": (
+        {"peft_type": "LORA", "r": 8},
+        "no adapter_model.safetensors; wanted a folder that a run",
+    ),
     "keys that are numbers": ({"parameters": {"keys": [1]}}, "lora: keys: wanted a list, each a text"),
     "keys that are a text": ({"parameters": {"keys": "q_proj"}}, "lora: keys: wanted a list"),
     "a rank of 10**12": ({"parameters": {"rank": 10**12}}, "lora: rank: wanted a whole number of at least 1 and at m"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import warnings
 from pathlib import Path
 
 import mlx.core as mx
@@ -672,3 +673,21 @@ def test_prompts_that_fill_the_context_are_told_by_every_command(folder, capsys)
     with pytest.warns(UserWarning, match="does not fit"):
         assert main(["eval", "--config", "run.toml", "data.evaluation=long.jsonl"]) == 0
     assert " 3 examples" in capsys.readouterr().out
+
+
+def test_hints_that_fill_the_teachers_context_are_told_and_counted(folder, capsys):
+    rows = [row | {"hint": "so 2"} for row in read_lines(EXAMPLE / "train.jsonl")[:4]]
+    rows[2]["hint"] = "1+" * 400
+    (folder / "hints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    long = ["data.train=hints.jsonl", "steps=1", "algorithm.name=opd", "teacher.hint=hint", "train.tokens_per_pass=512"]
+    with pytest.warns(UserWarning, match="line 3: the teacher's prompt, with 'hint', of ") as told:
+        assert train(folder, *long) == 0
+    assert len([one for one in told if "1 of 4 are left out" in str(one.message)]) == 1
+    assert json.loads((folder / "out/run/metrics.jsonl").read_text())["prompts/left_out"] == 1
+    capsys.readouterr()
+    for dry in ([], ["--dry-run"]):
+        with warnings.catch_warnings(action="ignore"):
+            assert train(folder, *long, "rollout.tasks_per_step=4", "run.folder=out/other", *dry) == 2
+        err = capsys.readouterr().err
+        assert re.match(r"mlxrl: rollout: tasks_per_step: wanted at most the 3 examples of \S+ that fit, got 4\n", err)
+    assert not (folder / "out/other").exists()

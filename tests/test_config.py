@@ -66,7 +66,7 @@ def test_overrides_are_toml_and_bare_texts(folder):
 REFUSED_FILES = {
     "[sampling]\ntemprature = 1": "run.toml: sampling: unknown key 'temprature'; did you mean 'temperature'?",
     "[rolout]\ntop_p = 1": "run.toml: unknown table [rolout]; did you mean 'rollout'?",
-    "[run]\nxyz = 1": "run.toml: run: unknown key 'xyz'; there are folder, checkpoint_every, evaluate_every",
+    "[run]\nxyz = 1": "run.toml: run: unknown key 'xyz'; there are folder, checkpoint_every, checkpoint_minutes",
     "[rollout]\nnum_top = 1": "run.toml: rollout: unknown key 'num_top'; did you mean 'sampling.num_top'?",
     "[lora]\nrank = true": "run.toml: lora: rank: wanted a whole number of at least 1 and at most 65536, got true",
     "[lora]\nrank = 8.0": "run.toml: lora: rank: wanted a whole number of at least 1 and at most 65536, got 8.0",

@@ -161,3 +161,91 @@ def test_the_divergence_of_a_convention_is_the_librarys(library, held, inside) -
         batch = micro_batch(mask, mx.zeros((10, 1)), reference_logprobs=reference, old_logprobs=reference)
         wanted = mask * mx.clip(mx.exp(new - reference) * (mx.exp(x) - 1 - x), -10, 10)
         np.testing.assert_allclose(weighed.loss(Logprobs(new), batch), wanted, rtol=1e-5, atol=1e-6)
+
+
+Weigh: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def trl_weight(mode: str, low: float | None, high: float, x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """TRL's vllm_importance_sampling_mode: the token's ratio, or [B, 1] that of the sequence."""
+    level, kind = mode.split("_")
+    w = np.exp(x * mask if level == "token" else (x * mask).sum(1, keepdims=True))
+    inside = (w >= (-np.inf if low is None else low)) & (w <= high)
+    return np.clip(w, low, high) if kind == "truncate" else np.where(inside, w, 0)
+
+
+def seq_mask_tis(low: float, high: float, x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """OpenRLHF: the token's ratio as it is, where the mean log-ratio of the sequence lies inside."""
+    centre = np.exp((x * mask).sum(1, keepdims=True) / np.maximum(mask.sum(1, keepdims=True), 1))
+    return ((centre >= low) & (centre <= high)) * np.exp(x)
+
+
+def verl_weight(level: str, high: float, x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    x = x if level == "token" else (x * mask).sum(1, keepdims=True)
+    return np.minimum(np.exp(np.clip(x, -20, 20)), high)
+
+
+WEIGHTS: dict[str, tuple[str, dict[str, Any], Weigh]] = {
+    "trl's default": ("trl", {}, partial(trl_weight, "sequence_mask", None, 3.0)),
+    **{f"trl {level} {kind} {low}": (
+        "trl", {"level": level, "mode": kind, "bounds": [low, 3.0]}, partial(trl_weight, f"{level}_{kind}", low, 3.0))
+       for level in ("token", "sequence") for kind in ("truncate", "mask") for low in (None, 0.5)},
+    "openrlhf tis": ("openrlhf", {}, lambda x, mask: np.clip(np.exp(x), 0.5, 5)),
+    "openrlhf icepop": ("openrlhf", {"mode": "mask"}, lambda x, mask: np.exp(x) * (np.abs(np.exp(x) - 2.75) <= 2.25)),
+    "openrlhf seq-mask-tis": ("openrlhf", {"mode": "mask", "mask_level": "geometric"}, partial(seq_mask_tis, 0.5, 5)),
+    "openrlhf wide": ("openrlhf", {"mode": "mask", "mask_level": "geometric", "bounds": [0, None]},
+                      partial(seq_mask_tis, 0, np.inf)),
+    "slime tis": ("slime", {}, lambda x, mask: np.clip(np.exp(x), 0, 2)),
+    "verl token": ("verl", {"bounds": [None, 2.0]}, partial(verl_weight, "token", 2.0)),
+    "verl sequence": ("verl", {"level": "sequence", "bounds": [None, 1e9]}, partial(verl_weight, "sequence", 1e9)),
+}  # fmt: skip
+"""Library, keys of [algorithm.correction], and what the library multiplies the policy loss by."""
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_the_correction_of_a_convention_is_the_librarys_at_extremes(case: str) -> None:
+    """In float64, over log-ratios old - sampler of 40, whole rows of which have a product of e^80."""
+    library, keys, formula = WEIGHTS[case]
+    old, sampler, _, mask = extremes()
+    old = mx.where(mx.arange(10)[:, None] == 9, sampler + 16, old)
+    (term,) = algo.build({"name": "grpo", "convention": library, "correction": keys}).terms
+    batch = micro_batch(mask, mx.zeros((10, 1)), old_logprobs=old, sampler_logprobs=sampler)
+    x, seen = (np.array(values).astype(np.float64) for values in (old - sampler, mask))
+    wanted = formula(x, seen)
+    got = term.factor(Logprobs(old), batch)
+    assert got.shape == wanted.shape
+    np.testing.assert_allclose(np.array(got) * seen, wanted * seen, rtol=2e-5, atol=1e-12)
+    # of a batch of 12 sequences, two of which had no signal: TRL's importance_sampling_ratio/mean over rows
+    mean = term.metrics(Logprobs(old), batch, Totals(40, 12, 3, 8, without_signal=2))
+    assert mean.keys() == ({"sampling/sequence_weight_mean"} if wanted.shape[1] == 1 else set())
+    for value in mean.values():
+        assert value.item() == pytest.approx(wanted.mean(), rel=2e-5)
+
+
+def test_a_sequence_whose_product_overflows_is_masked() -> None:
+    (term,) = algo.build({"name": "grpo", "convention": "trl", "correction": {}}).terms
+    batch = micro_batch(
+        mx.ones((1, 4)), 1.0, old_logprobs=mx.full((1, 4), -1.0), sampler_logprobs=mx.full((1, 4), -41.0)
+    )
+    assert term.factor(Logprobs(batch.old_logprobs), batch).tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize(("library", "held"), [("openrlhf", 10.0), ("verl", None), ("slime", None)])
+def test_the_cost_of_a_convention_is_the_librarys_at_extremes(library: str, held: float | None) -> None:
+    """k1 in the reward, cut at +-10 in OpenRLHF, as the return of every token."""
+    old, reference, _, mask = extremes()
+    (term,) = algo.build({"name": "rloo" if library == "verl" else "grpo", "convention": library,
+                          "kl_reward": {"coefficient": 0.5}}).terms  # fmt: skip
+    batch = micro_batch(mask, mx.zeros((10, 1)), old_logprobs=old, reference_logprobs=reference)
+    cost = np.array(old - reference).astype(np.float64)
+    cost = np.array(mask) * (cost if held is None else np.clip(cost, -held, held))
+    wanted = -0.5 * np.cumsum(cost[:, ::-1], axis=1)[:, ::-1]
+    np.testing.assert_allclose(term.advantage(Logprobs(old), batch), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_veto_sees_a_weight_of_any_size() -> None:
+    """slime compares the log-ratio itself: e^-40 is below 1e-12, and e^-25 is not."""
+    sampler = mx.array([[-1.0, -1.0], [-1.0, -1.0]])
+    old = sampler + mx.array([[0.0, -40.0], [0.0, -25.0]])
+    batch = micro_batch(mx.ones((2, 2)), 1.0, old_logprobs=old, sampler_logprobs=sampler)
+    assert algo.Veto(threshold=1e-12).factor(Logprobs(old), batch).tolist() == [[0.0], [1.0]]

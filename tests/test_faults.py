@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,10 @@ def test_a_missing_answer_is_told_once(tmp_path):
     rows[2]["question"] = "1+" * 400 + "1=?"  # fills the context
     (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     functions = 'reward.functions=["mlxrl.rewards:last_number_matches"]'
-    done = mlxrl(tmp_path / "run", "steps=1", f"data.train={tmp_path}/few.jsonl", functions, "run.evaluate_every=1")
+    usual = {**os.environ, "TRANSFORMERS_VERBOSITY": "warning"}
+    few = [f"data.train={tmp_path}/few.jsonl", functions]
+    done = mlxrl(tmp_path / "run", "steps=1", *few, "run.evaluate_every=1", env=usual)
     assert done.returncode == 0
     assert done.stderr.count("have no 'answer'") == done.stderr.count("1 of 4 examples have no 'answer'") == 1
     assert done.stderr.count("1 of 4 are left out") == 1
+    assert "Token indices sequence length" not in done.stderr

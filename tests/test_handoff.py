@@ -37,10 +37,10 @@ def test_it_holds_what_the_folder_holds(tmp_path):
     assert found.evaluation == json.loads((folder.path / "evaluation.json").read_text())
 
 
-def test_without_an_evaluation_it_says_so(tmp_path):
+def test_an_evaluation_is_handed_over_without_the_scores_of_each_example(tmp_path):
     folder = ended(tmp_path / "run")
-    (folder.path / "evaluation.json").unlink()
-    assert read(handoff.write(folder, "grpo", 3)).evaluation == {"not_run": "data.evaluation is left out"}
+    folder.record_evaluation({"state": "done", "after": {"accuracy": 1.0}, "scores": {"after": {"rewards": [1.0]}}})
+    assert read(handoff.write(folder, "grpo", 3)).evaluation == {"state": "done", "after": {"accuracy": 1.0}}
 
 
 def test_the_parent_is_the_adapter_as_it_was_when_the_run_began(tmp_path):

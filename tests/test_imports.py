@@ -36,9 +36,9 @@ BELOW = {
     "policy": TYPES,
     "rollout": {*TYPES, "awaiting", "messages", "data", "rewards", "policy"},
     "train": LIBRARY - {"train"},
-    "runs": {*LIBRARY, "config", "text"},
+    "runs": {*LIBRARY, "toml", "config", "text"},
     "console": {*LIBRARY, "text", "runs"},
-    "cli": {*LIBRARY, "config", "text", "runs", "console"},
+    "cli": {*LIBRARY, "toml", "config", "text", "runs", "console"},
     "__main__": {"cli"},
 }
 """What each part of the package may import of it, itself aside. data is below rewards; siblings are apart."""

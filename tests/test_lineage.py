@@ -106,7 +106,7 @@ def test_generations_are_bounded(tmp_path, monkeypatch):
 def test_no_evaluation_is_said(tmp_path, capsys):
     path = ended(tmp_path / "run").path / "handoff.json"
     for evaluation, message in {
-        '{"not_run": "data.evaluation is left out"}': "not evaluated: data.evaluation is left out",
+        '{"state": "not_run", "reason": "data.evaluation is left out"}': "not evaluated: data.evaluation is left out",
         '{"before": {"accuracy": 0.5}}': "held-out accuracy 0.500 -> -",
         '{"before": 1, "after": {"accuracy": "x"}}': "held-out accuracy - -> -",
     }.items():

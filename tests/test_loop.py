@@ -122,6 +122,37 @@ def test_a_model_whose_passes_are_not_what_it_samples_from_is_refused():
     assert len(list(run(a_policy(), TASKS, grpo(), **options))) == 1
 
 
+LONG = Task("a prompt that is long enough for its completions to share it in one pass, and some more words, and more")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("train", [Train(), Train(updates_per_rollout=2), Train(minibatches=2)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_every_pass_of_the_first_step_is_compared(shared, train, dropout):
+    """One kind of pass is another function than decoding, that of one or other of the two prompts."""
+    p, off = a_policy(move=dropout == 0, dropout=dropout), list[int]()
+
+    def trunk(tokens: mx.array, cache: Any = None) -> mx.array:
+        wrong = p.model.training and tokens.shape[0] > 1 and (cache is not None) == shared
+        off.append(wrong)
+        return p.head.trunk(tokens, cache) * (0.7 if wrong else 1.0)
+
+    other = replace(p, head=replace(p.head, trunk=trunk))
+    options: Any = {"reward": length, "steps": 1, "rollout": Rollout(tasks_per_step=2, group_size=4)}
+    options |= {"sampling": Sampling(max_tokens=6), "train": train}
+    before = {name: mx.array(value) for name, value in flat(p.model.trainable_parameters()).items()}
+    with pytest.raises(ValueError, match=r"step 1: fresh samples of .* differ by 0\.\d+ nats"):
+        list(run(other, [LONG, Task("hi")], grpo(), **options))
+    assert off.count(True) == 1 + (dropout > 0 and train != Train())  # old log-probs are under dropout
+    assert all(mx.array_equal(value, before[name]) for name, value in flat(p.model.trainable_parameters()).items())
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_passes_agree_under_dropout_too(moves):
+    p = a_policy(move=moves, dropout=0.5)
+    assert len(list(run(p, TASKS, grpo(), reward=length, steps=1, rollout=PAIRS, sampling=Sampling(max_tokens=6)))) == 1
+
+
 def test_dropout_follows_from_the_seed_and_old_and_new_drop_the_same():
     def trained(seed: int, noise: int, start: int = 0, **train: Any) -> tuple[list[Any], Any]:
         mx.random.seed(noise)
@@ -341,6 +372,28 @@ def test_tasks_may_be_rows_or_a_generator_and_prompts_that_fill_the_context_are_
         run(p, [rows[0], {"prompt": [5, ""]}], grpo(), reward=length, steps=1, rollout=rollout)
     with pytest.raises(UserError, match="nor does any other of 1"):
         run(p, rows[1:2], grpo(), reward=length, steps=1, rollout=rollout)
+
+
+def test_hints_that_fill_the_teachers_context_are_left_out_and_counted():
+    p = as_policy(dense(max_position_embeddings=64), tokenizer(), lora=LoRA(rank=2))
+    rows = [{"prompt": text, "hint": hint} for text, hint in (("1+1", "2"), ("1+2", "3" * 60), ("2+2", "4"))]
+    options: Any = {"steps": 1, "rollout": Rollout(tasks_per_step=2, group_size=2), "teacher": Teacher(hint="hint")}
+    with pytest.warns(
+        UserWarning, match=r"example 2: the teacher's prompt, with 'hint', of 69 tokens .* 1 of 3 are le"
+    ):
+        (step,) = run(p, rows, opd(), sampling=Sampling(max_tokens=2), **options)
+    assert step.metrics["prompts/left_out"] == 1
+    assert sorted(group[0].task.prompt for group in step.groups) == ["1+1", "2+2"]
+    with pytest.raises(UserError, match="tasks_per_step: wanted at most the 1 tasks there are, got 2"), pytest.warns():
+        run(p, rows[:2], opd(), **options)
+    with pytest.raises(UserError, match=r"the teacher's prompt, with 'hint', of 69 tokens .* nor does any other of 1"):
+        run(p, rows[1:2], opd(), **options)
+
+
+def test_a_hint_is_refused_where_an_environment_writes_the_prompts():
+    options: Any = {"environment": lambda: None, "teacher": Teacher(hint="hint"), "steps": 1}
+    with pytest.raises(UserError, match=r"^teacher: hint: an environment writes the prompts; leave the hint out$"):
+        run(a_policy(), TASKS, opd(), **options)
 
 
 def test_token_ids_are_trained_on_and_reach_rewards():

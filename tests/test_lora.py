@@ -166,7 +166,7 @@ def test_a_quantised_base_agrees_with_its_reference_before_the_first_update(bits
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, "no adapter_config.json; wanted a folder that a run or mlx-lm has saved"),
+        (None, "no adapter_config.json; wanted a folder that a run, mlx-lm or PEFT has saved"),
         ("{", "wanted lora_parameters with rank, scale, dropout, got JSONDecodeError"),
         ("[]", "wanted lora_parameters with rank, scale, dropout, got []"),
         ('{"lora_parameters": {"rank": 8}}', "wanted lora_parameters with rank, scale, dropout, got KeyError"),

@@ -114,6 +114,7 @@ FAULTS = {
     "no heads": (changed("config.json", num_attention_heads=0), "ZeroDivisionError"),
     "no model type": (changed("config.json", model_type=None), "config.json: model_type: wanted a text, got nothing"),
     "an unknown type": (changed("config.json", model_type="nosuch"), "Model type nosuch not supported"),
+    "a type that wants a package": (changed("config.json", model_type="olmo"), "mlx-lm gave up, and says above what"),
     "a config that is a list": (written("config.json", "[1]"), "config.json: wanted a JSON object, got [1]"),
     "a config of bytes": (written("config.json", b"\xff\xfe\x00"), "config.json: not JSON: UnicodeDecodeError"),
     "no tokenizer": (without("tokenizer*", "special*", "chat*"), "no tokenizer; wanted tokenizer.json"),

@@ -303,6 +303,26 @@ def test_json_has_bytes_and_seconds(folder, capsys):
     assert found["seconds"] == {"rollout": 3.0, "update": 1.0}
 
 
+def test_prompts_that_fill_a_context_are_no_part_of_the_plan(folder):
+    world = "class World:\n    def __init__(self, least=2): self.least = least\n    def reset(self, task):\n"
+    world += "        return '1+' * (300 if int(task.columns['answer']) > self.least else 20)\n"
+    world += "    def step(self, reply): ...\n"
+    (folder / "world.py").write_text(world)
+    hints = ["1+" * 300 if number == 3 else "so" for number in range(5)]
+    rows = [{"question": "?", "answer": str(number), "hint": hint} for number, hint in enumerate(hints)]
+    (folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = ["data.train=few.jsonl", "environment.factory=world.py:World"]
+    found = planned(*few)
+    assert step(found).prompt == 43  # 40 and the template's three
+    line = "environment: reset: a prompt of 603 tokens does not fit the context of 512"
+    assert found.left_out == f"{line}; 2 of the first 5 are left out"
+    with pytest.raises(UserError, match=f"{line}: nor does any other of 5"):
+        planned(*few, "environment.arguments.least=-1")
+    found = planned(few[0], "algorithm.name=opd", "teacher.hint=hint")
+    assert "line 4: the teacher's prompt, with 'hint', of " in found.left_out
+    assert found.left_out.endswith("; 1 of 5 are left out")
+
+
 @pytest.mark.parametrize(
     ("arguments", "piece"),
     [

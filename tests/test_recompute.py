@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +12,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from architectures import EVERY, a_policy
-from families import FAMILIES, OTHERS, family, other
+from families import FAMILIES, FURTHER, OTHERS, REFUSED, architectures, family, other
 from helpers import by_hand, calls, flat, made, minibatch, moved
 from mlxrl.algo.recipes import grpo
+from mlxrl.errors import UserError
 from mlxrl.policy import recompute as module
 from mlxrl.policy.differentiate import checkpointed
 from mlxrl.policy.logprobs import logprobs
@@ -65,9 +67,23 @@ def test_every_family_has_the_gradient_of_a_plain_forward_with_and_without(name,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [9, 0])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", sorted({*OTHERS, *FURTHER} - REFUSED.keys()))
 def test_every_other_family_that_can_be_built_has_it_too(name, prefix):
+    if name == "muse_spark" and not mx.metal.is_available():
+        pytest.skip("it has a kernel of Metal's")
     has_the_gradient_of_a_plain_forward(name, other(name), prefix)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_be_trained_is_refused_by_its_name(name):
+    batch = make_batch([made([1.0, 0.0])], grpo())
+    with pytest.raises(UserError, match=re.escape(REFUSED[name])):
+        gradient(as_policy(other(name), tokenizer(), lora=LoRA(rank=4)), batch, grpo())
+
+
+def test_every_family_of_mlx_lm_is_tried():
+    left = architectures() - {*FAMILIES, *OTHERS, *FURTHER}
+    assert left == {"olmo"}  # it wants a package of its own
 
 
 def has_the_gradient_of_a_plain_forward(name: str, model: Any, prefix: int) -> None:

@@ -75,7 +75,10 @@ def test_the_table_shows_what_has_an_effect() -> None:
     assert algo.arguments_of(algo.dapo(scale="none", terms=[Correction()])) == {
         "name": "dapo", "clip": (0.2, 0.28), "dual_clip": None, "delta": None, "ratio": "token",
         "log_ratio_clamp": (-20.0, 20.0), "scale": "none", "whiten": None, "mask_truncated": False,
-        "reduction": "token_mean", "correction": {"mode": "truncate", "level": "token", "bounds": (0.0, 2.0)},
+        "reduction": "token_mean", "correction": {
+            "mode": "truncate", "level": "token", "bounds": (0.0, 2.0), "mask_level": None,
+            "log_ratio_clamp": (-20.0, 20.0),
+        },
     }  # fmt: skip
     taught = algo.arguments_of(algo.opd(teacher=TeacherKL()))
     assert taught == {
@@ -99,6 +102,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a convention": ({"convention": "nobody"}, "grpo: convention: wanted one of openrlhf, slime, trl, verl, got"),
     "none": ({"name": "dppo", "convention": "trl"}, "dppo: convention: wanted one of verl, got"),
     "no effect": ({"name": "opd", "scale": "none"}, "algorithm: opd: scale: has no effect, because reward is 0"),
+    "no mask": ({"correction": {"mask_level": "token"}}, "algorithm.correction: mask_level: has no effect, because mo"),
     "two teachers": ({"teacher_kl": {}, "teacher_advantage": {}}, "grpo: terms: wanted one that learns from a teacher"),
     "terms": ({"terms": [1]}, "algorithm: grpo: unknown key 'terms'"),
 }  # fmt: skip
@@ -128,7 +132,7 @@ def test_conventions_are_of_arguments_and_terms_that_exist() -> None:
     for family, known in CONVENTIONS.items():
         for name in known:
             every = {key: {} for key, value in known[name].items() if isinstance(value, dict) and "teacher" not in key}
-            given = {key: {"coefficient": 1.0} if key == "kl" else {} for key in every}
+            given = {key: {"coefficient": 1.0} if key.startswith("kl") else {} for key in every}
             assert algo.build({"name": name, "convention": family, **given}).name == name
 
 

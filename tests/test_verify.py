@@ -75,7 +75,7 @@ def test_other_files_are_found(tmp_path):
     (folder.adapters / "adapter_config.json").unlink()
     (folder.adapters / "adapter_config.json").mkdir()
     shutil.copy(tmp_path / "model/model.safetensors", tmp_path / "model/model-2.safetensors")
-    folder.evaluation({"before": {"accuracy": 0.25}, "after": {"accuracy": 0.75}})
+    folder.record_evaluation({"before": {"accuracy": 0.25}, "after": {"accuracy": 0.75}})
     (folder.path / "manifest.json").write_text("[]")
     assert outcomes("run") == dict.fromkeys(("adapter", "model", "evaluation", "versions"), "differs")
     assert detail("run", "adapter") == "run/adapters: adapter_config.json: is missing; 1 more differ"
@@ -124,10 +124,10 @@ def test_a_source_and_a_model_without_digests_cannot_be_checked(tmp_path):
     path = ended(tmp_path / "run").path / "handoff.json"
     rewrite(path, data__0__file=None, model__files={}, parent={"adapter": "sft", "sha256": None})
     assert outcomes("run") == dict.fromkeys(("data", "model", "parent"), "not checkable here")
-    rewrite(path, evaluation={"not_run": "no data"})
+    rewrite(path, evaluation={"state": "not_run", "reason": "no data"})
     assert outcomes("run")["evaluation"] == "differs"
     os.unlink(tmp_path / "run/evaluation.json")
-    assert detail("run", "evaluation") == "not run: no data"
+    assert outcomes("run")["evaluation"] == "not checkable here"
 
 
 def test_files_that_cannot_be_read_are_not_checkable(tmp_path, monkeypatch):

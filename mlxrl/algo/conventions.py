@@ -13,10 +13,15 @@ Table = Mapping[str, Any]
 TEN = (-10.0, 10.0)
 KL_TEN: Table = {"kl": {"clamp": TEN}}
 VERL: Table = {**KL_TEN, "dual_clip": 3.0}
-TRL: Table = {"log_ratio_clamp": None, "kl": {"log_ratio_clamp": None}}
+OPEN: Table = {"log_ratio_clamp": None}
+SEQUENCE_MASK: Table = {**OPEN, "mode": "mask", "level": "sequence", "bounds": (None, 3.0)}
+TRL: Table = {**OPEN, "kl": OPEN, "correction": SEQUENCE_MASK}
 TRL_STD: Table = {**TRL, "eps": 1e-4}
-OPENRLHF: Table = {**KL_TEN, "reduction": "token_mean", "whiten": {"ddof": 0, "eps": 0.0, "floor": 1e-8}}
-SLIME: Table = {"kl": {"clamp": TEN, "log_ratio_clamp": None}, "log_ratio_clamp": None, "reduction": "sequence_mean"}
+OPENRLHF: Table = {
+    **KL_TEN, "kl_reward": {"clamp": TEN}, "correction": {**OPEN, "bounds": (0.5, 5.0)}, "reduction": "token_mean",
+    "whiten": {"ddof": 0, "eps": 0.0, "floor": 1e-8},
+}  # fmt: skip
+SLIME: Table = {**OPEN, "kl": {"clamp": TEN, **OPEN}, "correction": OPEN, "reduction": "sequence_mean"}
 
 CONVENTIONS: Mapping[str, Mapping[str, Table]] = {
     "verl": {
@@ -42,7 +47,7 @@ CONVENTIONS: Mapping[str, Mapping[str, Table]] = {
     "slime": {
         **dict.fromkeys(("grpo", "gspo", "reinforce_pp", "reinforce_pp_baseline"), SLIME),
         "cispo": {**SLIME, "clip": (None, 0.2)},
-        "opd": {**SLIME, "reward": 1.0, "teacher_surrogate": {"log_ratio_clamp": None}},
+        "opd": {**SLIME, "reward": 1.0, "teacher_surrogate": OPEN},
     },
     "openclaw": {
         "opd": {

@@ -27,6 +27,15 @@ def k3(x: mx.array) -> mx.array:
     return mx.expm1(-x) + x  # exp(-x) - 1 would leave only the rounding of a small divergence
 
 
+def reward_to_go(rewards: PerToken, gamma: float = 1.0) -> PerToken:
+    """R_t = sum_{s>=t} gamma^(s-t) r_s, in log2(T) shifted additions; gamma 0 gives r back."""
+    width, span, summed = rewards.shape[-1], 1, rewards
+    while span < width:
+        later = mx.pad(summed[..., span:], [(0, 0)] * (summed.ndim - 1) + [(0, span)])
+        summed, span = summed + gamma**span * later, 2 * span
+    return summed
+
+
 def straight_through(value: mx.array, gradient: mx.array) -> mx.array:
     """One estimator's value with another one's gradient (verl's "k3+" is k3 with the gradient of k2)."""
     return mx.stop_gradient(value) + gradient - mx.stop_gradient(gradient)

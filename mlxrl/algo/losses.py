@@ -35,6 +35,11 @@ def clamp(values: mx.array, bounds: tuple[float | None, float | None] | None) ->
     return values if high is None else mx.minimum(values, high)
 
 
+def within(values: mx.array, bounds: tuple[float | None, float | None]) -> mx.array:
+    """1.0 where low <= value <= high, a None bound being open; else 0.0."""
+    return (clamp(values, bounds) == values).astype(mx.float32)
+
+
 def lengths(mask: PerToken) -> PerSequence:
     """Tokens of each sequence, at least 1 so that an empty one divides by something."""
     return mx.maximum(mask.sum(axis=-1, keepdims=True), 1)

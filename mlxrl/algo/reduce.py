@@ -84,7 +84,7 @@ def name_of(reduction: Reduction) -> Name | float | None:
 COMPUTED = "computed"
 OVER_THE_STEP = {
     "loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "advantages/abs_mean", "ratio/max",
-    "sampling/importance_sampling_ratio/max", "echo/loss", "echo/coefficient",
+    "sampling/importance_sampling_ratio/max", "sampling/sequence_weight_mean", "echo/loss", "echo/coefficient",
 }  # fmt: skip
 """Metrics that `finish` does not divide by the share of computed tokens."""
 

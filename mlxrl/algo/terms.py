@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from mlxrl.algo import divergence
 from mlxrl.algo.algorithm import Term, term
-from mlxrl.algo.divergence import Estimator, estimate
-from mlxrl.algo.losses import SAFE, ClosedClip, Level, PerToken, clamp, importance, log_ratio, mean_log_ratio
+from mlxrl.algo.divergence import Estimator, estimate, reward_to_go
+from mlxrl.algo.losses import SAFE, ClosedClip, Level, clamp, importance, log_ratio, mean_log_ratio, within
 from mlxrl.algo.reduce import token_mean
 from mlxrl.checked import Count, Interval, NotNegative, Positive, SettingError, Share, because, checked, says
 from mlxrl.types import Comparison, Logprobs, Metrics, MicroBatch, Totals
@@ -27,15 +27,6 @@ def there(values: mx.array | None) -> mx.array:
     """An array that the term's `needs` have provided."""
     assert values is not None
     return values
-
-
-def reward_to_go(rewards: PerToken, gamma: float = 1.0) -> PerToken:
-    """R_t = sum_{s>=t} gamma^(s-t) r_s, in log2(T) shifted additions; gamma 0 gives r back."""
-    width, span, summed = rewards.shape[-1], 1, rewards
-    while span < width:
-        later = mx.pad(summed[..., span:], [(0, 0)] * (summed.ndim - 1) + [(0, span)])
-        summed, span = summed + gamma**span * later, 2 * span
-    return summed
 
 
 @checked("algorithm.term")
@@ -93,15 +84,16 @@ class KL(ReferenceTerm):
 class KLReward(ReferenceTerm):
     """Divergence from the reference as a cost in the advantage (k1), of the token and of those that it leads to.
 
-    A_t += -c sum_{s>=t} gamma^(s-t) (old - reference)_s   (OpenRLHF)
+    A_t += -c sum_{s>=t} gamma^(s-t) clip(old - reference)_s   (OpenRLHF)
     """
 
     reports: ClassVar[tuple[str, str]] = ("kl", "kl_reward/coefficient")
     gamma: Annotated[Share, says("discount of later tokens")] = 1.0
+    clamp: Annotated[Interval | None, says("bounds of a token's old - reference; OpenRLHF: -10 and 10")] = None
 
     def advantage(self, new: Logprobs, batch: MicroBatch) -> mx.array:
         cost = log_ratio(there(batch.old_logprobs), there(batch.reference_logprobs), batch.mask)
-        return -self.coefficient * reward_to_go(cost, self.gamma)
+        return -self.coefficient * reward_to_go(clamp(cost, self.clamp), self.gamma)
 
 
 @term("entropy")
@@ -118,28 +110,43 @@ class Entropy(Weighted):
         return -there(new.entropy)
 
 
-def within(values: mx.array, bounds: Interval) -> mx.array:
-    """1.0 where low <= value <= high, a None bound being open; else 0.0."""
-    return (clamp(values, bounds) == values).astype(mx.float32)
+CorrectionLevel: TypeAlias = Literal["token", "sequence", "geometric"]
+_LEVELS: dict[CorrectionLevel, Level] = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence"}
 
 
 @term("correction")
 class Correction(Term):
     """Importance weight of the gap between trainer and sampler, w = exp(old - sampler), on the policy loss.
 
-    truncate: clip(w, low, high)  (TIS; verl, slime, TRL);  mask: w inside the bounds, else 0  (IcePop; sequence: MIS)
+    truncate: clip(w, low, high)  (TIS; verl, slime, TRL);  mask: w inside the bounds, else 0  (IcePop; sequence: MIS;
+    w of the token where the geometric mean is inside, `mask_level`: OpenRLHF's seq-mask-tis)
     """
 
     mode: Annotated[Literal["truncate", "mask"], says("what becomes of a weight outside the bounds")] = "truncate"
-    level: Annotated[
-        Literal["token", "sequence", "geometric"], says("w of a token, the sequence's product, or its geometric mean")
-    ] = "token"
+    level: Annotated[CorrectionLevel, says("w of a token, the sequence's product, or its geometric mean")] = "token"
     bounds: Annotated[Interval, says("of w")] = (0.0, 2.0)
+    mask_level: Annotated[CorrectionLevel | None, says("whose w a mask looks at; left out, that of `level`")] = None
+    log_ratio_clamp: Annotated[Interval | None, says("bounds of old - sampler, or of its sum or mean")] = SAFE
+
+    def check(self) -> None:
+        if self.mask_level and self.mode != "mask":
+            raise SettingError("mask_level", "has no effect, because mode is 'truncate'; leave it out")
 
     def factor(self, new: Logprobs, batch: MicroBatch) -> mx.array:
-        levels: dict[str, Level] = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence"}
-        weight = importance(there(batch.old_logprobs), batch.sampler_logprobs, batch.mask, levels[self.level])
-        return clamp(weight, self.bounds) if self.mode == "truncate" else weight * within(weight, self.bounds)
+        weight = self._weight(batch, self.level)
+        if self.mode == "truncate":
+            return clamp(weight, self.bounds)
+        return mx.where(within(self._weight(batch, self.mask_level or self.level), self.bounds) > 0, weight, 0.0)
+
+    def metrics(self, new: Logprobs, batch: MicroBatch, totals: Totals) -> Metrics:
+        if self.level == "token":
+            return {}
+        computed = mx.maximum(totals.sequences - totals.without_signal, 1)
+        return {"sampling/sequence_weight_mean": self.factor(new, batch).sum() / computed}
+
+    def _weight(self, batch: MicroBatch, level: CorrectionLevel) -> mx.array:
+        pair = (there(batch.old_logprobs), batch.sampler_logprobs, batch.mask)
+        return importance(*pair, _LEVELS[level], self.log_ratio_clamp)
 
 
 @term("veto")
@@ -149,7 +156,8 @@ class Veto(Term):
     threshold: Annotated[NotNegative, says("of the weight")]
 
     def factor(self, new: Logprobs, batch: MicroBatch) -> mx.array:
-        low = importance(there(batch.old_logprobs), batch.sampler_logprobs, batch.mask) < self.threshold
+        pair = (there(batch.old_logprobs), batch.sampler_logprobs, batch.mask)
+        low = importance(*pair, bounds=None) < self.threshold
         return 1.0 - mx.any(low & (batch.mask > 0), axis=-1, keepdims=True).astype(mx.float32)
 
 

@@ -41,7 +41,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for add in (_train, _sft, _eval, _plan, _runs, _show, _cancel, _verify, _lineage):
+    for add in (_train, _sft, _eval, _plan, _runs, _show, _cancel, _verify, _lineage, _fuse, _export):
         add(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
@@ -137,6 +137,28 @@ def _on_name(commands: Any, name: str, about: str) -> None:
     command = _plain(commands, name, about)
     command.add_argument("name", metavar="FOLDER|DIGEST", help="a run's or an adapter's folder, or sha256:DIGEST")
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _fuse(commands: Any) -> None:
+    fuse = _plain(commands, "fuse", "write a model with an adapter in its weights, as a folder that mlx-lm loads")
+    fuse.add_argument("--run", metavar="DIR", help="the folder of a run, in place of --model and --adapter")
+    fuse.add_argument("--model", metavar="ID", help="Hugging Face id, mlx-lm folder, or llama .gguf file")
+    fuse.add_argument("--adapter", metavar="DIR", help="a saved adapter, of a run, mlx-lm or PEFT")
+    fuse.add_argument("--output", metavar="DIR", required=True, help="a new folder")
+    fuse.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="type of the weights; else that of the files"
+    )
+    fuse.add_argument("--quantised", action="store_true", help="pack the changed layers as their base is")
+    fuse.add_argument("--force", action="store_true", help="also where packing loses most of the adapter's effect")
+    fuse.add_argument("--gguf", metavar="FILE", help="write a GGUF file too: llama with a byte-level tokenizer")
+
+
+def _export(commands: Any) -> None:
+    export = _plain(commands, "export", "write an adapter in the format of another library")
+    export.add_argument("--adapter", metavar="DIR", required=True, help="a saved adapter, of a run, mlx-lm or PEFT")
+    export.add_argument("--format", choices=("peft",), required=True, help="peft: for transformers, vLLM and others")
+    export.add_argument("--output", metavar="DIR", required=True, help="a new folder")
+    export.add_argument("--model", metavar="ID", help="the base model as that library names it; else the adapter's")
 
 
 def _plain(commands: Any, name: str, about: str) -> Parser:

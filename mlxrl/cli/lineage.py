@@ -39,8 +39,8 @@ def _line(one: Ancestor) -> str:
 
 def _held_out(evaluation: Mapping[str, Any]) -> str:
     """What is known of the held-out examples, before and after training."""
-    if "not_run" in evaluation:
-        return f"not evaluated: {evaluation['not_run']}"
+    if evaluation.get("state") == "not_run":
+        return f"not evaluated: {evaluation.get('reason')}"
     before, after = (_accuracy(evaluation.get(when)) for when in ("before", "after"))
     return f"held-out accuracy {before} -> {after}"
 

@@ -13,12 +13,13 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from mlxrl.cli.trial import fitting_examples
 from mlxrl.errors import UserError
 from mlxrl.files import read_lines
-from mlxrl.policy.skeleton import skeleton
-from mlxrl.rollout.chat import fitting, render, start_chat
+from mlxrl.policy.skeleton import Skeleton, skeleton
+from mlxrl.rollout.chat import render, start_chat, too_long
 from mlxrl.rollout.demonstrations import Rules, demonstrable, demonstration
-from mlxrl.rollout.environment import EnvironmentHandle, prepare
+from mlxrl.rollout.environment import EnvironmentHandle, Factory, prepare
 from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.workers import Workers
 from mlxrl.runs.experiment import Experiment
@@ -89,10 +90,8 @@ class Plan:
             found = demonstrable(whole.tokenizer, experiment.tasks, learned)
             longest = longest_answer(whole.tokenizer, found.tasks, learned)
             return cls(config, most, partial(learning, longest=longest, context=context), measure, found.line)
-        prompted = experiment.tasks if experiment.environment is None else ()
-        fitted = fitting(whole.tokenizer, context, prompted, config.sampling.thinking)
-        work = partial(Work.of, prompt=longest_prompt(experiment, whole.tokenizer, fitted.tasks), context=context)
-        return cls(config, most, work, measure, fitted.line)
+        prompt, left_out = longest_that_fits(experiment, whole, teacher or whole)
+        return cls(config, most, partial(Work.of, prompt=prompt, context=context), measure, left_out)
 
     def with_(self, chosen: Mapping[str, Any]) -> Plan:
         """The plan with other settings, by their dotted names."""
@@ -138,12 +137,30 @@ def learning(config: Config, longest: tuple[int, int, int], context: int | None)
 
 
 def longest_prompt(experiment: Experiment, tokenizer: Any, tasks: Sequence[Task]) -> int:
-    """Tokens of the longest of the first prompts that fit; with an environment, of its first messages."""
-    factory, limits, thinking = experiment.environment, experiment.limits(), experiment.config.sampling.thinking
-    if factory is None:
-        return max(len(render(tokenizer, task, thinking=thinking)) for task in tasks[:RENDERED])
+    """Tokens of the longest of the first prompts."""
+    thinking = experiment.config.sampling.thinking
+    return max(len(render(tokenizer, task, thinking=thinking)) for task in tasks[:RENDERED])
+
+
+def longest_that_fits(experiment: Experiment, whole: Skeleton, teacher: Skeleton) -> tuple[int, str]:
+    """Tokens of the longest of the first prompts, or of an environment's, that fit, and which do not, in words."""
+    if (factory := experiment.environment) is None:
+        fitted = fitting_examples(experiment, whole, teacher)
+        return longest_prompt(experiment, whole.tokenizer, fitted.tasks), fitted.line
+    lengths, context = first_messages(experiment, factory, whole.tokenizer), context_of(whole.model)
+    kept = [length for length in lengths if context is None or length < context]
+    if context is None or len(kept) == len(lengths):
+        return max(lengths, default=1), ""
+    line = f"environment: reset: {too_long(max(lengths), context)}"
+    if not kept:
+        raise UserError(line, f"nor does any other of {len(lengths)}")
+    return max(kept), f"{line}; {len(lengths) - len(kept)} of the first {len(lengths)} are left out"
+
+
+def first_messages(experiment: Experiment, factory: Factory, tokenizer: Any) -> list[int]:
+    """Tokens of the first messages of an environment's first examples."""
+    limits, thinking, lengths = experiment.limits(), experiment.config.sampling.thinking, list[int]()
     prepare(factory, tokenizer)
-    lengths = [1]
     with Workers(limits.timeout) as workers:
         for handle in [EnvironmentHandle(factory, task) for task in experiment.tasks[:OPENED]]:
             workers.submit(handle.reset, handle)
@@ -154,7 +171,7 @@ def longest_prompt(experiment: Experiment, tokenizer: Any, tasks: Sequence[Task]
                 raise UserError("environment", fault)
             lengths.append(len(start_chat(tokenizer, call.value, thinking, call.owner.tools).ids))
         workers.wait(grace=None)
-    return max(lengths)
+    return lengths
 
 
 def planned(experiment: Experiment, memory: float | None = None) -> Plan | str:

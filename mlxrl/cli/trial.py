@@ -12,7 +12,7 @@ from mlxrl.policy import adapter_folder
 from mlxrl.policy.lora import Adapted
 from mlxrl.policy.skeleton import NotHere, Skeleton, outline, skeleton
 from mlxrl.rewards import score
-from mlxrl.rollout.chat import check_thinking, fitting
+from mlxrl.rollout.chat import Fitting, check_thinking, fitting
 from mlxrl.rollout.demonstrations import demonstrable
 from mlxrl.rollout.environment import EnvironmentHandle, prepare
 from mlxrl.rollout.prefill import context_of
@@ -20,7 +20,7 @@ from mlxrl.rollout.stop_rules import rules_of
 from mlxrl.rollout.workers import Workers
 from mlxrl.runs.experiment import Experiment
 from mlxrl.text import number
-from mlxrl.train.teacher import refuse_other_vocabulary
+from mlxrl.train.teacher import fitting_hints, refuse_other_vocabulary
 from mlxrl.types import Task, Trajectory, Turn
 
 PATIENCE = 10  # seconds for an answer about a model that is not here
@@ -45,9 +45,9 @@ def trial(experiment: Experiment) -> Trial:
     found: list[str] = []
     model = _model(config.model.id, config.model.dtype, "model", found)
     tokenizer = None if model is None else model.tokenizer
+    teacher = _teacher(experiment, model, found)
     if model is not None:
-        _prompts(experiment, model)
-    _teacher(experiment, tokenizer, found)
+        _prompts(experiment, model, teacher)
     found += [*_environment(experiment, tokenizer), *_rewards(experiment)]
     return Trial([] if model is None else outline(model, config.lora, config.model.adapter), found)
 
@@ -79,29 +79,48 @@ def _fetched(id: str, table: str) -> str:
     return f"{id} is not on this machine, and can be fetched"
 
 
-def _prompts(experiment: Experiment, model: Skeleton) -> None:
+def _prompts(experiment: Experiment, model: Skeleton, teacher: Skeleton | None) -> None:
     """UserError where a tokenizer or its template does not take the sampling or the prompts."""
     sampling = experiment.config.sampling
     rules_of(model.tokenizer, sampling)
     check_thinking(model.tokenizer, sampling.thinking, "sampling")
-    learned = experiment.learned(model.model)
-    for some in (experiment.tasks, experiment.held_out, experiment.validation):
-        if learned is not None:
+    if (learned := experiment.learned(model.model)) is not None:
+        experiment.require_tasks(demonstrable(model.tokenizer, experiment.tasks, learned))
+        for some in (experiment.held_out, experiment.validation):
             demonstrable(model.tokenizer, some, learned)
-        elif some and experiment.environment is None:
-            fitting(model.tokenizer, context_of(model.model), some, sampling.thinking)
-
-
-def _teacher(experiment: Experiment, tokenizer: Any, found: list[str]) -> None:
-    """UserError for a teacher that cannot be had, or that has another vocabulary."""
-    given = experiment.config.teacher
-    if "teacher" not in experiment.algorithm.needs or given.id in (None, "base"):
         return
+    if experiment.environment is not None:
+        return
+    experiment.require_tasks(fitting_examples(experiment, model, teacher))
+    for some in filter(None, (experiment.held_out, experiment.validation)):
+        fitting(model.tokenizer, context_of(model.model), some, sampling.thinking)
+
+
+def _teacher(experiment: Experiment, student: Skeleton | None, found: list[str]) -> Skeleton | None:
+    """The model of a teacher, None where it is not here; UserError for one of another vocabulary."""
+    given = experiment.config.teacher
+    if "teacher" not in experiment.algorithm.needs:
+        return None
+    if given.id in (None, "base"):
+        return student
     teacher = _model(given.id, given.dtype, "teacher", found)
     if given.adapter is not None:
         adapter_folder.read(given.adapter)
-    if teacher is not None and tokenizer is not None:
-        refuse_other_vocabulary(tokenizer, teacher.tokenizer)
+    if teacher is not None and student is not None:
+        refuse_other_vocabulary(student.tokenizer, teacher.tokenizer)
+    return teacher
+
+
+def fitting_examples(experiment: Experiment, model: Skeleton, teacher: Skeleton | None) -> Fitting:
+    """The examples to train on that fit a model, and with their hints a teacher, where there is one."""
+    given, thinking = experiment.config.teacher, experiment.config.sampling.thinking
+    fitted = fitting(model.tokenizer, context_of(model.model), experiment.tasks, thinking)
+    if teacher is None or given.hint is None:
+        return fitted
+    context = context_of(teacher.model)
+    hints = fitting_hints(teacher.tokenizer, context, fitted.tasks, given.hint, given.thinking)
+    line = "; ".join(one.line for one in (fitted, hints) if one.line)
+    return Fitting(hints.tasks, fitted.left_out + hints.left_out, line)
 
 
 def _environment(experiment: Experiment, tokenizer: Any) -> Iterator[str]:

@@ -1,10 +1,10 @@
-"""Adapter folders: written as mlx-lm reads them, and read as mlx-lm and runs write them."""
+"""Adapter folders: written as mlx-lm reads them, and read as mlx-lm, runs and PEFT write them."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import mlx.nn as nn
 
 from mlxrl import store
 from mlxrl.errors import UserError, brief, exception_line, one_line
-from mlxrl.files import replacing_all
+from mlxrl.files import expanded, replacing_all
+from mlxrl.policy import peft_format
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.lora import AdapterError, name_in_block
 from mlxrl.settings import LoRA
@@ -57,15 +58,17 @@ def read(folder: str | Path) -> Saved:
     The layers are those of which there are arrays, because mlx-lm adapts what a key happens to match.
 
     Raises:
-        AdapterError: its files are missing or damaged, or it is not LoRA or DoRA in mlx-lm's format.
+        AdapterError: its files are missing or damaged, or it is not LoRA or DoRA in mlx-lm's format or PEFT's.
         StoreError: the store does not have it, or it is damaged there.
     """
     folder = store.resolve(folder)
     config = _config(folder)
+    if "peft_type" in config:
+        return _of_peft(folder, config)
     path = str(_file(folder, CONFIG))
     kind, layers = config.get("fine_tune_type", "lora"), config.get("num_layers")
     given: Any = config.get("lora_parameters")
-    if "peft_type" in config or kind not in ("lora", "dora"):
+    if kind not in ("lora", "dora"):
         raise AdapterError(path, _unreadable(folder, config, kind))
     if not isinstance(layers, int | None):
         raise AdapterError(path, "num_layers", f"wanted a whole number, got {brief(layers)}")
@@ -79,8 +82,18 @@ def read(folder: str | Path) -> Saved:
     except (KeyError, TypeError, AttributeError) as error:
         raise AdapterError(path, f"wanted lora_parameters with rank, scale, dropout, got {error!r}") from error
     weights = _arrays(folder)
-    lora = replace(lora, keys=_keys(weights))
+    lora = replace(lora, keys=_keys(weights, lora.keys or ()))
     return Saved(str(folder), lora, str(config.get("model") or ""), weights)
+
+
+def _of_peft(folder: str | Path, config: Mapping[str, Any]) -> Saved:
+    if (pickle := expanded(folder) / "adapter_model.bin").is_file():
+        raise AdapterError(str(pickle), f"a pickle, which is never read; save it as {peft_format.WEIGHTS}")
+    weights = peft_format.arrays_of(folder, config, _loaded(_file(folder, peft_format.WEIGHTS)))
+    if not weights:
+        raise AdapterError(str(folder), f"{peft_format.WEIGHTS} has no adapter in it")
+    lora = peft_format.settings_of(folder, config, weights)
+    return Saved(str(folder), lora, str(config.get("base_model_name_or_path") or ""), weights)
 
 
 def taken_over(given: LoRA | None, saved: Saved) -> LoRA:
@@ -147,8 +160,6 @@ def _config(folder: str | Path) -> dict[str, Any]:
 
 def _unreadable(folder: str | Path, config: Mapping[str, Any], kind: Any) -> str:
     """What to do with an adapter that is neither LoRA nor DoRA in mlx-lm's format."""
-    if "peft_type" in config:
-        return "an adapter in PEFT's format; wanted mlx-lm's: merge it into its model and take that as model.id"
     if kind == "full":
         return (
             f"a full fine-tune, no adapter; mlx_lm.fuse --model {config.get('model', 'MODEL')} --adapter-path {folder} "
@@ -159,11 +170,7 @@ def _unreadable(folder: str | Path, config: Mapping[str, Any], kind: Any) -> str
 
 def _arrays(folder: str | Path) -> dict[str, mx.array]:
     path = _file(folder, WEIGHTS)
-    try:
-        arrays: dict[str, mx.array] = mx.load(str(path))  # pyright: ignore
-        mx.eval(arrays)
-    except (RuntimeError, ValueError) as error:
-        raise AdapterError(str(path), f"not a whole safetensors file: {one_line(error)}") from error
+    arrays = _loaded(path)
     if not any(name.endswith(".lora_a") for name in arrays):
         name = brief(next(iter(arrays), None))
         raise AdapterError(
@@ -172,14 +179,23 @@ def _arrays(folder: str | Path) -> dict[str, mx.array]:
     return arrays
 
 
-def _keys(weights: Mapping[str, mx.array]) -> tuple[str, ...]:
-    """The names, in a block or in the model, of what has adapters."""
+def _loaded(path: Path) -> dict[str, mx.array]:
+    try:
+        arrays: dict[str, mx.array] = mx.load(str(path))  # pyright: ignore
+        mx.eval(arrays)
+    except (RuntimeError, ValueError) as error:
+        raise AdapterError(str(path), f"not a whole safetensors file: {one_line(error)}") from error
+    return arrays
+
+
+def _keys(weights: Mapping[str, mx.array], given: Collection[str]) -> tuple[str, ...]:
+    """The names, in a block or in the model, of what has adapters; in the model where they were given so."""
     names = [name.removesuffix(".lora_a") for name in weights if name.endswith(".lora_a")]
-    return tuple(sorted({name_in_block(name) for name in names}))
+    return tuple(sorted({name if name in given else name_in_block(name) for name in names}))
 
 
 def _file(folder: str | Path, name: str) -> Path:
     path = Path(folder).expanduser() / name
     if not path.is_file():
-        raise AdapterError(str(folder), f"no {name}; wanted a folder that a run or mlx-lm has saved")
+        raise AdapterError(str(folder), f"no {name}; wanted a folder that a run, mlx-lm or PEFT has saved")
     return path

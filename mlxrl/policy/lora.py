@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.errors import UserError, did_you_mean
+from mlxrl.errors import UserError, did_you_mean, one_line
 from mlxrl.policy.differentiate import leaves
 from mlxrl.settings import LoRA
 
@@ -48,7 +48,11 @@ def adapt(model: Any, lora: LoRA, seed: int = 0) -> LoRA:
     _check_layers(model, lora, keys, layers)
     model.freeze()
     config = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys}
-    linear_to_lora_layers(model, layers, config, use_dora=lora.dora)
+    try:
+        linear_to_lora_layers(model, layers, config, use_dora=lora.dora)
+    except ValueError as error:  # a name may be of another kind of layer in some block
+        why = f"{type(model).__module__} has such layers: {one_line(error)}; leave their names out"
+        raise AdapterError("lora", "keys", why) from error
     _initialise(model, seed)
     names = [name for name, _ in leaves(model.trainable_parameters())]
     assert names, "no adapter is trainable"
@@ -60,15 +64,17 @@ def adapt(model: Any, lora: LoRA, seed: int = 0) -> LoRA:
 def resolve_keys(model: Any, keys: Sequence[str] | None, layers: int) -> list[str]:
     """The names that mlx-lm adapts in the last blocks: those meant, or every linear layer.
 
-    A key is a name in a block or in the model, or the end of such names: `q_proj` is `self_attn.q_proj`.
+    A key is a name in a block or in the model, or the end of such names: `q_proj` is `self_attn.q_proj`. The name in
+    the model of a layer in a block, `model.layers.3.self_attn.q_proj`, is that layer alone.
     """
     block_names = sorted({name for block in model.layers[-layers:] for name in _adaptable(block)})
     if keys is None:
         return [name for name in block_names if name.rsplit(".", 1)[-1] not in ROUTERS]
-    known = [*block_names, *(name for name in _adaptable(model) if ".layers." not in f".{name}")]
+    every = _adaptable(model)
+    known = [*block_names, *(name for name in every if ".layers." not in f".{name}")]
     found: dict[str, None] = {}
     for key in keys:
-        meant = [key] if key in known else [name for name in known if name.endswith(f".{key}")]
+        meant = [key] if key in known or key in every else [name for name in known if name.endswith(f".{key}")]
         if not meant:
             near = did_you_mean(key, [*known, *(name.rsplit(".", 1)[-1] for name in known)])
             why = f"{key!r} matches no layer{near}; the names are: {', '.join(known)}"
@@ -82,7 +88,8 @@ def _check_layers(model: Any, lora: LoRA, keys: Sequence[str], layers: int) -> N
     chosen = [dict(block.named_modules()) for block in model.layers[-layers:]] + [dict(model.named_modules())]
     found = {name: modules[name] for modules in chosen for name in keys if name in modules}
     if not found:
-        raise AdapterError("lora", "keys", f"wanted a linear layer in the last {layers} blocks, found none")
+        why = f"wanted a linear layer in the last {layers} blocks of {type(model).__module__}, found none"
+        raise AdapterError("lora", "keys", why)
     widest = max(min(_outputs_and_inputs(module)) for module in found.values() if "weight" in module)
     if lora.rank > widest:
         raise AdapterError(

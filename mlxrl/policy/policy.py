@@ -25,6 +25,8 @@ from mlxrl.settings import LoRA
 
 REMOTE = "trust_remote_code"
 """What transformers and mlx-lm ask for, to run code that comes with a model."""
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
+"""What transformers calls its line about prompts that are longer than the context."""
 
 
 class TokenError(UserError):
@@ -129,8 +131,8 @@ def load(
     Args:
         lora: the adapters; None leaves the model frozen, for a reference or a teacher.
         dtype: of the weights; None keeps that of the files. A `.gguf` file is dequantised to it.
-        adapter: a folder that a run or mlx-lm has saved, or `sha256:DIGEST` of the store, whose weights and settings
-            are taken over in place of `lora`.
+        adapter: a folder that a run, mlx-lm or PEFT has saved, or `sha256:DIGEST` of the store, whose weights and
+            settings are taken over in place of `lora`.
         reference: what divergences are from: the "start", which is the model with the adapter as it was loaded, or the
             "base" model without one; None is the start.
         seed: of the adapters' initial values.
@@ -200,11 +202,13 @@ def load_mlx_lm(id: str, path: Path, lazy: bool = False) -> tuple[Any, Any, dict
         rows = getattr(getattr(loaded[0], "args", None), "vocab_size", None)
         if fault := tokenizer_fault(loaded[1], rows):
             raise ModelError(fault)
+        getattr(loaded[1], "deprecation_warnings", {})[TOO_LONG] = True  # which we say ourselves
     except ModelError as error:
         raise error.within("model", "id", f"{id} could not be loaded") from None
-    except Exception as error:  # the files may hold anything, and what reads them raises anything
+    except (Exception, SystemExit) as error:  # the files may hold anything, and what reads them raises anything
         line = exception_line(error)
         line = "it wants Python of its folder to be run, which is never done" if REMOTE in line else line
+        line = "mlx-lm gave up, and says above what it wants" if isinstance(error, SystemExit) else line
         raise ModelError("model", "id", f"{id} could not be loaded: {one_line(line, 300)}") from error
     return loaded
 

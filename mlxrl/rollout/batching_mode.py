@@ -57,7 +57,11 @@ def _agrees(policy: Policy, mode: BatchingMode) -> bool:
 def _alone(policy: Policy, prompt: tuple[int, ...], fed: Sequence[int]) -> list[mx.array]:
     """Logits [V] after each of the tokens fed after a prompt."""
     head, caches = policy.head, prefill(policy, [prompt], 2)[0].caches
-    return [head.project(head.trunk(mx.array([[token]]), caches)[:, -1])[0] for token in fed]
+    found: list[mx.array] = []
+    for token in fed:
+        found.append(head.project(head.trunk(mx.array([[token]]), caches)[:, -1])[0])
+        mx.eval(found)  # so that the caches of no two turns are there together
+    return found
 
 
 def _together(policy: Policy, mode: BatchingMode, prompts: Sequence[tuple[int, ...]]) -> list[list[mx.array]]:

@@ -7,7 +7,7 @@ it after the model's last reply is encoded and appended to the sequence.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -121,9 +121,9 @@ def is_token_ids(observation: Observation) -> bool:
     return not isinstance(observation, str) and len(observation) > 0 and isinstance(observation[0], int)
 
 
-def too_long(length: int, context: int) -> str:
+def too_long(length: int, context: int, what: str = "a prompt") -> str:
     """What is wrong with a prompt after which nothing can be sampled."""
-    return f"a prompt of {length:,} tokens does not fit the context of {context:,}"
+    return f"{what} of {length:,} tokens does not fit the context of {context:,}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +135,28 @@ class Fitting:
     line: str = ""
 
 
-def fitting(tokenizer: Any, context: int | None, tasks: Sequence[Task], thinking: bool | None) -> Fitting:
+def fitting(
+    tokenizer: Any,
+    context: int | None,
+    tasks: Sequence[Task],
+    thinking: bool | None,
+    shown: Callable[[Task], Task] = lambda task: task,
+    what: str = "a prompt",
+) -> Fitting:
     """Render every prompt, and leave out those that fill the model's context.
 
+    Args:
+        shown: a task as the model reads it; what: its name in messages.
     Raises:
         PromptError: one cannot be rendered, or all are left out.
     """
-    lengths = [len(_of_task(tokenizer, task, thinking)) for task in tasks]
-    kept = [task for task, length in zip(tasks, lengths, strict=True) if context is None or length < context]
+    lengths = [len(_of_task(tokenizer, shown(task), thinking)) for task in tasks]
+    kept = tuple(task for task, length in zip(tasks, lengths, strict=True) if context is None or length < context)
     left_out = len(tasks) - len(kept)
     if context is None or not left_out:
         return Fitting(tasks)
     first, length = next((task, length) for task, length in zip(tasks, lengths, strict=True) if length >= context)
-    why = f"{first.where}: {too_long(length, context)}".removeprefix(": ")
+    why = f"{first.where}: {too_long(length, context, what)}".removeprefix(": ")
     if not kept:
         raise PromptError(why, f"nor does any other of {len(tasks):,}")
     return Fitting(kept, left_out, f"{why}; {left_out:,} of {len(tasks):,} are left out")

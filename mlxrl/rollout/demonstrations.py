@@ -45,7 +45,7 @@ from mlxrl.rollout.chat import (
     written,
 )
 from mlxrl.rollout.prefill import context_of
-from mlxrl.rollout.sample import fitted_once
+from mlxrl.rollout.sample import found_once
 from mlxrl.settings import Sampling
 from mlxrl.types import Message, Task, Trajectory, Turn
 
@@ -110,7 +110,7 @@ def learnable(policy: Policy, tasks: Sequence[Task] | Source, rules: Rules) -> F
     """The tasks that a policy can learn from, with a warning where some are left out or cut."""
     tasks = as_tasks(tasks, whole=True)
     check_thinking(policy.tokenizer, rules.thinking, "sampling")
-    return fitted_once(policy, tasks, rules, lambda: demonstrable(policy.tokenizer, tasks, rules))
+    return found_once(policy, tasks, rules, lambda: demonstrable(policy.tokenizer, tasks, rules))
 
 
 def demonstrable(tokenizer: Any, tasks: Sequence[Task], rules: Rules) -> Fitting:

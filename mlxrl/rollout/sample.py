@@ -107,22 +107,22 @@ def fitting_prompts(
     check_thinking(policy.tokenizer, sampling.thinking, "sampling")
     if environment is not None:
         return Fitting(tasks)
-    make = partial(fitting, policy.tokenizer, context_of(policy.model), tasks, sampling.thinking)
-    return fitted_once(policy, tasks, sampling.thinking, make)
+    find = partial(fitting, policy.tokenizer, context_of(policy.model), tasks, sampling.thinking)
+    return found_once(policy, tasks, sampling.thinking, find)
 
 
-def fitted_once(policy: Policy, tasks: Sequence[Task], how: object, make: Callable[[], Fitting]) -> Fitting:
-    """What `make` finds of tasks, with a warning where some are left out; how: what it depends on besides.
+def found_once(policy: Policy, tasks: Sequence[Task], key: object, find: Callable[[], Fitting]) -> Fitting:
+    """What fits of tasks, with a warning.
 
     A tuple cannot change, so what was found for one is kept with the policy: evaluations do not render it again.
     """
     known: list[tuple[Sequence[Task], object, Fitting]] = policy.memo.setdefault("fitting prompts", [])
-    for given, setting, fitted in known:
-        if given is tasks and setting == how:
+    for given, by, fitted in known:
+        if given is tasks and by == key:
             return fitted
-    fitted = make()
+    fitted = find()
     if isinstance(tasks, tuple):
-        known[:] = [*known[-2:], (tasks, how, fitted)]  # of training, evaluation and validation
+        known[:] = [*known[-3:], (tasks, key, fitted)]  # of training, of its teacher, of validation and evaluation
     if fitted.line:
         warnings.warn(fitted.line, stacklevel=4)
     return fitted

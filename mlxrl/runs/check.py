@@ -76,8 +76,6 @@ def check_teacher(settings: Config, algorithm: Algorithm) -> None:
     if teacher.id == "base" and teacher.hint is None and "reward" not in algorithm.needs:
         why = "'base' is what training starts from, so nothing is learned; wanted a hint, or algorithm.reward"
         raise SettingError("teacher", "id", why)
-    if teacher.hint is not None and settings.environment.factory is not None:
-        raise SettingError("teacher", "hint", "an environment writes the prompts; leave the hint out")
 
 
 def check_columns_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,7 @@ from mlxrl.types import Task
 
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
+    from mlxrl.rollout.chat import Fitting
     from mlxrl.rollout.demonstrations import Rules
     from mlxrl.train.evaluate import Evaluation
     from mlxrl.train.step import Steps
@@ -64,7 +66,7 @@ class Experiment:
             check_run(
                 algorithm, steps=settings.steps, rollout=settings.rollout, sampling=settings.sampling,
                 reward=settings.reward, train=settings.train, warmup_steps=settings.optimizer.warmup_steps,
-                rewarded=rewarded, episodes=environment is not None,
+                rewarded=rewarded, episodes=environment is not None, hinted=settings.teacher.hint is not None,
                 sampled=rewarded and (settings.data.evaluation or settings.data.validation) is not None,
             )  # fmt: skip
             check_sources(settings, rewarded, algorithm)
@@ -79,10 +81,8 @@ class Experiment:
         data = settings.data
         whole, most = "answers" in algorithm.needs, settings.evaluation.examples
         tasks = _tasks(settings, data.train, None, whole)
-        held_out, validation = (
-            [] if source is None else _tasks(settings, source, most, whole)
-            for source in (data.evaluation, data.validation)
-        )
+        held_out = _tasks(settings, data.evaluation, most, whole)
+        validation = _tasks(settings, data.validation, most, whole)
         try:
             scored = (held_out, validation) if whole else (tasks, held_out, validation)
             check_columns_of(settings, rewards, scored, tasks)
@@ -131,12 +131,22 @@ class Experiment:
         )
         rules_of(policy.tokenizer, self.config.sampling)
         learned = self.learned(policy.model)
-        for some in (self.tasks, self.validation, self.held_out) if trained else (self.held_out,):
-            if some and learned is not None:
-                learnable(policy, some, learned)
-            elif some:
-                fitting_prompts(policy, some, self.config.sampling, self.environment)
+
+        def fitted(some: Sequence[Task]) -> Fitting:
+            if learned is not None:
+                return learnable(policy, some, learned)
+            return fitting_prompts(policy, some, self.config.sampling, self.environment)
+
+        if trained:
+            self.require_tasks(fitted(self.tasks))
+        for some in filter(None, (self.validation if trained else (), self.held_out)):
+            fitted(some)
         return policy
+
+    def require_tasks(self, fitted: Fitting) -> Fitting:
+        """What fits of the examples to train on; SettingError where a step wants more of them."""
+        check_tasks(len(fitted.tasks), self.config.rollout, f"examples of {self.config.data.train} that fit")
+        return fitted
 
     def learned(self, model: Any) -> Rules | None:
         """How examples become what an algorithm learns that learns from answers; None for one that samples."""
@@ -149,10 +159,11 @@ class Experiment:
         """The teacher of a policy, its model loaded where it has one of its own; None for an algorithm without one.
 
         Raises:
-            UserError: it cannot be had, or has another vocabulary.
+            UserError: it cannot be had, has another vocabulary, or hinted prompts do not fit its context.
         """
         from mlxrl.policy.policy import load
-        from mlxrl.train.teacher import Teacher, teacher_of
+        from mlxrl.rollout.sample import fitting_prompts
+        from mlxrl.train.teacher import Teacher, fitting_teacher, teacher_of
 
         given = self.config.teacher
         if "teacher" not in self.algorithm.needs:
@@ -160,7 +171,10 @@ class Experiment:
         own = given.id not in (None, "base")
         loaded = load(given.id or "", lora=None, dtype=given.dtype, adapter=given.adapter) if own else None
         teacher = Teacher(loaded, base=given.id == "base", hint=given.hint, thinking=given.thinking)
-        return teacher_of(policy, self.algorithm, teacher)
+        found = teacher_of(policy, self.algorithm, teacher)
+        fitted = fitting_prompts(policy, self.tasks, self.config.sampling, self.environment)
+        self.require_tasks(fitting_teacher(found, fitted))
+        return found
 
     def limits(self) -> EpisodeLimits:
         """What an episode may take."""
@@ -249,7 +263,8 @@ def _sink(name: str) -> Sink:
     return _within(("run", "sinks"), UserSink, name, _within(("run", "sinks"), plugins.find, name))
 
 
-def _tasks(settings: Config, source: str, limit: int | None, whole: bool) -> list[Task]:
+def _tasks(settings: Config, source: str | None, limit: int | None, whole: bool) -> list[Task]:
     data: Any = settings.data
     columns = {**({} if data.completion is None else {"completion": data.completion}), **data.columns}
-    return read_tasks(source, data.prompt, system=data.system, limit=limit, whole=whole, **columns)
+    read = partial(read_tasks, system=data.system, limit=limit, whole=whole, **columns)
+    return [] if source is None else read(source, data.prompt)

@@ -27,7 +27,6 @@ from mlxrl.runs.folder import RunFolder, near
 from mlxrl.store import HANDOFF, RULE, File, digest_of, files_of
 
 FORMAT = "mlxrl-handoff-1"
-NOT_RUN = {"not_run": "data.evaluation is left out"}
 
 Name = Annotated[str, Meta(min_length=1, pattern=r"\A[^\x00]*\Z")]
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -79,7 +78,8 @@ class DataFile:
 class Handoff:
     """What handoff.json holds.
 
-    config: the resolved config, as config.toml has it. evaluation: as evaluation.json has it, or `not_run`.
+    config: the resolved config, as config.toml has it. evaluation: as evaluation.json has it, without the scores of
+    each example.
     """
 
     format: Literal["mlxrl-handoff-1"]
@@ -103,7 +103,6 @@ def write(folder: RunFolder, algorithm: str, steps: int) -> Path:
     """
     manifest = folder.manifest()
     files = files_of(folder.adapters)
-    evaluation = folder.path / "evaluation.json"
     write_json(path := folder.path / HANDOFF, {
         "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -116,9 +115,15 @@ def write(folder: RunFolder, algorithm: str, steps: int) -> Path:
         "algorithm": algorithm,
         "steps": steps,
         "versions": manifest["versions"],
-        "evaluation": read_json(evaluation) if evaluation.exists() else NOT_RUN,
+        "evaluation": evaluation_of(folder.path / "evaluation.json"),
     })  # fmt: skip
     return path
+
+
+def evaluation_of(path: Path) -> Any:
+    """What an evaluation.json says, without the scores of each example."""
+    found = read_json(path)
+    return {name: value for name, value in found.items() if name != "scores"} if isinstance(found, Mapping) else found
 
 
 def keep(folder: RunFolder) -> str:

@@ -103,7 +103,7 @@ def _evaluations(folder: RunFolder) -> Iterator[str]:
         counts = ", ".join(f"{found[name]} {name}" for name in ("improved", "worsened", "equal"))
         yield f"held-out  difference {found['difference']:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}, {counts}"
     if chosen := found.get("validation"):
-        yield f"best      after step {chosen['best_step']}: mean reward {chosen['mean_reward']} on data.validation"
+        yield f"best      after step {chosen['best_step']}: mean reward {chosen['mean_reward']:.3f} on data.validation"
 
 
 def _config(folder: RunFolder) -> Mapping[str, Any]:

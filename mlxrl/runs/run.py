@@ -6,10 +6,10 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from mlxrl.awaiting import is_async
 from mlxrl.errors import UserError, one_line
@@ -37,7 +37,7 @@ class Run:
     policy, teacher: loaded before the folder is made, so that what cannot be had leaves none. sinks: what receives it.
     busy: the span of something that takes a while, shown to people. lines: what is said of it besides what the
     experiment says. start: where it goes on, None for a run from its beginning. steps, evaluations: as far as they
-    have come.
+    have come. manifest: as the run began.
     """
 
     experiment: Experiment
@@ -51,6 +51,7 @@ class Run:
     start: Checkpoint | None = None
     steps: Steps | None = None
     evaluations: Evaluations | None = None
+    manifest: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __call__(self) -> int:
         """Run, and leave the folder in the state it ended in. What was learned is saved, whatever ends it.
@@ -98,6 +99,7 @@ class Run:
             self.folder.record(model=facts.model(model.id), parent=handoff.parent_of(model.adapter))
             if teacher not in (None, "base"):
                 self.folder.record(teacher=facts.model(teacher))
+        self.manifest = self.folder.manifest()
         title = f"mlxrl {facts.versions()['mlxrl']}"
         lines = [*summary(self.experiment, self.policy.trainable_parameters), *self.lines]
         description = Description(title, lines, self.policy.adapted, self.experiment.config, self.folder.path)
@@ -199,6 +201,7 @@ class Run:
         beside = self.folder.path.with_name(f"{self.folder.path.name}-rescued")
         with suppress(UserError, OSError):
             self.folder = claim_free(beside, self.experiment.toml_in)
+            self.folder.record(**self.manifest)
             return self._keep()
         return ["what was learned could not be saved"]
 

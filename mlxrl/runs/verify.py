@@ -11,7 +11,7 @@ from mlxrl import store
 from mlxrl.errors import UserError
 from mlxrl.runs import facts
 from mlxrl.runs.folder import near
-from mlxrl.runs.handoff import DataFile, Handoff, ModelFiles, locate, read, read_json, read_text
+from mlxrl.runs.handoff import DataFile, Handoff, ModelFiles, evaluation_of, locate, read, read_json, read_text
 from mlxrl.store import File, digest_of, files_of
 
 Outcome = Literal["equal", "differs", "not checkable here"]
@@ -108,11 +108,7 @@ def _data(given: DataFile) -> Part:
 def _beside(found: Handoff, folder: Path) -> Iterator[Part]:
     """What a run's folder has in files of their own; the store has none of them."""
     yield _compared("config", folder / "config.toml", found.config, read_text)
-    path = folder / "evaluation.json"
-    if "not_run" in found.evaluation and not path.exists():
-        yield Part("evaluation", "equal", f"not run: {found.evaluation['not_run']}")
-    else:
-        yield _compared("evaluation", path, found.evaluation, read_json)
+    yield _compared("evaluation", folder / "evaluation.json", found.evaluation, evaluation_of)
     yield _compared("versions", folder / "manifest.json", found.versions, _versions)
 
 

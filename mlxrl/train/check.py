@@ -21,13 +21,15 @@ def check_run(
     warmup_steps: int,
     rewarded: bool,
     episodes: bool,
+    hinted: bool,
     sampled: bool = True,
 ) -> None:
     """Check the settings of a run against one another and against its algorithm.
 
     Args:
         rewarded: whether there are reward functions, or an environment that gives rewards; episodes: whether there is
-            an environment; sampled: whether an algorithm that learns from answers of the data is evaluated on samples.
+            an environment; hinted: whether a teacher has a hint; sampled: whether an algorithm that learns from answers
+            of the data is evaluated on samples.
     Raises:
         SettingError: nothing could be learned with a setting, or it would have no effect.
     """
@@ -41,6 +43,7 @@ def check_run(
         ("sampling", "temperature"): sampling.temperature == 0 and f"wanted more than 0, got 0, which {equal}",
         ("sampling", "top_k"): sampling.top_k == 1 and f"1 {equal}; 0 is off",
         ("reward", "overlong_buffer"): _overlong(reward.overlong_buffer, sampling.max_tokens, episodes),
+        ("teacher", "hint"): hinted and episodes and "an environment writes the prompts; leave the hint out",
         ("train", "minibatches"): parts > tasks.tasks_per_step
         and f"wanted at most the {tasks.tasks_per_step} groups of a step, got {parts}",
         ("optimizer", "warmup_steps"): warmup_steps >= steps > 0

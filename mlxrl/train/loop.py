@@ -16,7 +16,6 @@ from mlxrl.algo.algorithm import at_step, num_top, turns_of
 from mlxrl.algo.echo import without_special_ids
 from mlxrl.checked import Natural, checked_value, keywords
 from mlxrl.data import Source, as_tasks, fingerprint, indices_of
-from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.protocols import Algorithm
 from mlxrl.rewards.calls import RewardError, TrainerState
@@ -44,7 +43,7 @@ from mlxrl.train.resample import Resampled, further_tasks, resample, round_key
 from mlxrl.train.state import RunState, Snapshot
 from mlxrl.train.step import Step, Steps
 from mlxrl.train.streaks import Streaks
-from mlxrl.train.teacher import Teacher, TeacherLike, teacher_of
+from mlxrl.train.teacher import Teacher, TeacherLike, fitting_teacher, teacher_of
 from mlxrl.train.update import complete, optimizer_step, require_agreement
 from mlxrl.types import Group, Metrics, Task, Trajectory
 
@@ -113,12 +112,13 @@ def run(
     check_run(
         algorithm, steps=steps, rollout=rollout, sampling=sampling, reward=shaped, train=train,
         warmup_steps=settings.warmup_steps, rewarded=bool(rewards.functions) or gives_rewards(environment),
-        episodes=environment is not None, sampled=False,
+        episodes=environment is not None, hinted=isinstance(teacher, Teacher) and teacher.hint is not None,
+        sampled=False,
     )  # fmt: skip
+    found = teacher_of(policy, algorithm, teacher)
     turns = turns_of(algorithm)
     learned = turns and rules_for(policy.model, turns, sampling.thinking, train.max_tokens_per_sequence)
-    fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout, learned)
-    found = _teacher(policy, algorithm, teacher, environment)
+    fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout, found, learned)
     algorithm = without_special_ids(algorithm, policy.tokenizer.all_special_ids)
     training = Training(
         policy=policy, tasks=fitted.tasks, algorithm=algorithm, rewards=rewards, shaping=shaped,
@@ -138,21 +138,14 @@ def _facts(training: Training) -> dict[str, Any]:
     return {"algorithm": training.algorithm.name, "seed": training.seed, "tasks": fingerprint(training.tasks)}
 
 
-def _teacher(policy: Policy, algorithm: Algorithm, given: TeacherLike, environment: Factory | None) -> Teacher | None:
-    """`teacher_of`, which has no hint where an environment writes the prompts."""
-    found = teacher_of(policy, algorithm, given)
-    if environment is not None and found is not None and found.hint is not None:
-        raise UserError("run", "teacher", "an environment writes the prompts; leave the hint out")
-    return found
-
-
 def _fitted(
     policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None, rewards: Rewards,
-    rollout: Rollout, learned: Rules | None,
+    rollout: Rollout, teacher: Teacher | None, learned: Rules | None,
 ) -> Fitting:  # fmt: skip
     """The tasks whose prompts or answers fit, checked against the rewards and the size of a step."""
     tasks = as_tasks(tasks, whole=learned is not None)
     fitted = learnable(policy, tasks, learned) if learned else fitting_prompts(policy, tasks, sampling, environment)
+    fitted = fitting_teacher(teacher, fitted)
     check_tasks(len(fitted.tasks), rollout)
     check_columns(rewards, list(fitted.tasks[0].columns))
     tell_missing(rewards, tasks)
@@ -237,10 +230,10 @@ def _updates(training: Training, state: RunState, groups: Sequence[Group], index
     policy, train, teacher = training.policy, training.train, training.teacher
     algorithm = at_step(training.algorithm, index)
     batch = make_batch(groups, algorithm, train)
-    if training.demonstrations is None:
-        require_agreement(policy, batch, f"step {index + 1}")
     if train.updates_per_rollout * min(train.minibatches, len(groups)) > 1:
         batch = complete(policy, batch, algorithm, algorithm.needs | {"old"}, teacher)
+    if training.demonstrations is None:
+        require_agreement(policy, batch, f"step {index + 1}")
     for epoch in range(train.updates_per_rollout):
         for part in minibatches(batch, train.minibatches, f"{training.seed}:{index}:{epoch}"):
             metrics = optimizer_step(
@@ -263,6 +256,7 @@ def _of_parts(training: Training, clock: Clock) -> Metrics:
         **({"prompts/left_out": float(training.left_out)} if training.left_out else {}),
         **{f"seconds/{part}": seconds for part, seconds in clock.seconds.items()},
         "memory/peak": float(mx.get_peak_memory()),
+        "adapter/distance": training.policy.distance,
     }
 
 
@@ -275,7 +269,6 @@ def _of_step(training: Training, clock: Clock, found: Resampled, groups: Sequenc
         "rollout/rounds": float(found.rounds),
         **_of_parts(training, clock),
         "rollout/tokens_per_second": tokens / max(clock.seconds["rollout"], 1e-9),
-        "adapter/distance": training.policy.distance,
     }
     if groups and groups != found.groups:
         metrics["reward/shaped"] = describe(groups)["reward"]

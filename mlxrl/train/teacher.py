@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
@@ -18,7 +19,9 @@ from mlxrl.policy.modes import scoring
 from mlxrl.policy.policy import Policy
 from mlxrl.policy.prefix import PrefixRun, with_prefix_runs
 from mlxrl.protocols import Algorithm
-from mlxrl.rollout.chat import check_thinking, render
+from mlxrl.rollout.chat import Fitting, check_thinking, fitting, render
+from mlxrl.rollout.prefill import context_of
+from mlxrl.rollout.sample import found_once
 from mlxrl.train.batch import micro_batch as batched
 from mlxrl.train.minibatches import of_rows
 from mlxrl.train.sequences import sequence_of, up_to_sampled, with_prompt
@@ -89,6 +92,24 @@ def refuse_other_vocabulary(student: Any, teacher: Any) -> None:
         f"its vocabulary is not the student's: token {number} is {token!r} for the student and {other} for the "
         "teacher; they are compared token by token, so wanted one with the same tokenizer",
     )
+
+
+def fitting_teacher(teacher: Teacher | None, fitted: Fitting) -> Fitting:
+    """The tasks that fit, without those whose hinted prompts fill the teacher's context, with a warning."""
+    if teacher is None or teacher.hint is None:
+        return fitted
+    policy, hint, thinking = teacher.model, teacher.hint, teacher.thinking
+    find = partial(fitting_hints, policy.tokenizer, context_of(policy.model), fitted.tasks, hint, thinking)
+    found = found_once(policy, fitted.tasks, (hint, thinking), find)
+    return replace(found, left_out=fitted.left_out + found.left_out)
+
+
+def fitting_hints(
+    tokenizer: Any, context: int | None, tasks: Sequence[Task], hint: str, thinking: bool | None
+) -> Fitting:
+    """`fitting` for the prompts that a teacher with a hint reads."""
+    shown = partial(hinted, hint=hint)
+    return fitting(tokenizer, context, tasks, thinking, shown, f"the teacher's prompt, with {hint!r},")
 
 
 def with_teacher(student: Policy, teacher: Teacher | None, batch: Batch, algorithm: Algorithm) -> Batch:

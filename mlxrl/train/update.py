@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from mlxrl.algo.reduce import finish
+from mlxrl.algo.reduce import finish, masked
 from mlxrl.errors import UserError
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.logprobs import logprobs
@@ -24,6 +25,8 @@ from mlxrl.types import Batch, Metrics, MicroBatch
 
 ROUNDING = {mx.bfloat16: 0.25, mx.float16: 0.03, mx.float32: 0.02}
 """Nats a token by which log-probs of equal weights may differ: for float32 on devices that multiply with fewer bits."""
+FEWEST = 8
+"""Tokens over which a mean is taken at least: a single one may be off by more."""
 
 
 def update(
@@ -93,8 +96,7 @@ def complete(
         batch = with_teacher(policy, teacher, batch, algorithm)
     found = list(batch.micro_batches)
     if "old" in needs and any(one.old_logprobs is None for one in found):
-        with scoring(policy, dropout=batch.dropout_seed):
-            found = [replace(one, **_old(policy, one, run)) for one, run in with_prefix_runs(policy, found)]
+        found = _with_old(policy, found, batch.dropout_seed)
     if "reference" in needs and any(one.reference_logprobs is None for one in found):
         with scoring(policy, adapters=False):
             found = [
@@ -107,25 +109,38 @@ def complete(
 def require_agreement(policy: Policy, batch: Batch, where: str) -> None:
     """UserError where a policy's fresh samples have other log-probs in a training pass than when they were drawn.
 
-    Once a policy, on the first micro-batch: a family whose passes are another function than its decoding would learn
-    from samples that are not its own, and the metrics alone would tell.
+    Once a policy, on every micro-batch of its first step: a family whose passes are another function than its decoding
+    would learn from samples that are not its own, and the metrics alone would tell. Old log-probs that are there
+    already are compared, but for those under dropout, which decoding has not.
     """
     if policy.memo.get("passes agree") or not len(batch):
         return
-    one = batch.micro_batches[0]
-    with scoring(policy):
-        gap = mx.abs(logprobs(policy, one, gradient=False).token_logprobs - one.sampler_logprobs) * one.mask
-        mean = float(cast(float, (gap.sum() / one.mask.sum()).item()))
+    found, dropout = list(batch.micro_batches), policy.lora is not None and policy.lora.dropout > 0
+    if dropout or any(one.old_logprobs is None for one in found):
+        found = _with_old(policy, [replace(one, top_ids=None) for one in found])
     parameters = [array.dtype for _, array in leaves(policy.model.parameters())]
     widest = max((dtype for dtype in ROUNDING if dtype in parameters), key=ROUNDING.__getitem__)
-    if mean > ROUNDING[widest]:
+    if over := [gap for one in found if (gap := _gap(one)) > ROUNDING[widest]]:
         raise UserError(
             where,
-            f"fresh samples of {type(policy.model).__module__} differ by {mean:.3g} nats a token between decoding and "
-            f"the training pass, wanted at most the {ROUNDING[widest]} that {str(widest).removeprefix('mlx.core.')} "
-            "rounds; this family cannot be trained here",
+            f"fresh samples of {type(policy.model).__module__} differ by {max(over):.3g} nats a token between decoding "
+            f"and the training pass, wanted at most the {ROUNDING[widest]} that "
+            f"{str(widest).removeprefix('mlx.core.')} rounds; this family cannot be trained here",
         )
     policy.memo["passes agree"] = True
+
+
+def _gap(one: MicroBatch) -> float:
+    """Mean of |old - sampler| over the tokens that were sampled, nats."""
+    assert one.old_logprobs is not None
+    gap = masked(mx.abs(one.old_logprobs - one.sampler_logprobs), one.mask).sum()
+    return float(cast(float, (gap / mx.maximum(one.mask.sum(), FEWEST)).item()))
+
+
+def _with_old(policy: Policy, micro_batches: Sequence[MicroBatch], dropout: int | None = None) -> list[MicroBatch]:
+    """Micro-batches with the log-probs at the present weights; dropout: as in `training`."""
+    with scoring(policy, dropout=dropout):
+        return [replace(one, **_old(policy, one, run)) for one, run in with_prefix_runs(policy, micro_batches)]
 
 
 def _old(policy: Policy, micro_batch: MicroBatch, run: PrefixRun | None) -> dict[str, mx.array | None]:

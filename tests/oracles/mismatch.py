@@ -145,15 +145,12 @@ def corrected_openrlhf(case: Case) -> Results:
     recipes = {
         "tis": corrected(bounds=(low, high)),
         "icepop": corrected(mode="mask", bounds=(low, high)),
-        "seq-mask-tis": corrected(bounds=(0.0, None)),
+        "seq-mask-tis": corrected(mode="mask", mask_level="geometric", bounds=(low, high)),
     }
     found: Results = {"out_advantages": openrlhf(case)["out_advantages"]}
+    advantage = np.array(case.per_token(case.out("advantages")))
     for mode in [name.removeprefix("out_loss_") for name in case.goldens if name.startswith("out_loss_")]:
-        keep = mx.ones_like(case.mask)
-        if mode == "seq-mask-tis":  # the token's own weight, on rows whose mean lies within
-            keep = keep * within(weight_of(case, "geometric"), (low, high))
-        advantage = case.per_token(case.out("advantages")) * keep
-        found |= case.run(recipes[mode], case.totals(), np.array(advantage)).results(mode)
+        found |= case.run(recipes[mode], case.totals(), advantage).results(mode)
         found[f"metric_{mode}.vllm_kl"] = extra.mean(-gap_of(case), case.mask)
     return found
 
