@@ -42,7 +42,7 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
         models = Models.of(experiment)
         folder = claim(path, experiment.toml_in) if config.run.folder else claim_free(free, experiment.toml_in)
         with folder.locked():
-            command = ["mlxrl", "train", "--config", arguments.config, *arguments.overrides]
+            command = ["mlxrl", arguments.command, "--config", arguments.config, *arguments.overrides]
             folder.record(
                 command=command, seed=config.seed, versions=facts.versions(), device=facts.device(),
                 data=facts.data_digests(experiment),
