@@ -36,6 +36,7 @@ class Data:
     evaluation: Annotated[Text | None, says("source of the held-out examples")] = None
     validation: Annotated[Text | None, says("source of held-out examples by which an adapter is chosen")] = None
     prompt: Annotated[Text, says("column with the prompt: a text, or a list of messages")] = "prompt"
+    completion: Annotated[Text | None, says("column with the answer that sft learns; left out, `completion`")] = None
     columns: Annotated[Mapping[str, Text], says("renames: answer = 'solution'")] = field(default_factory=dict[str, str])
     system: Annotated[Text | None, says("system message put before every prompt")] = None
 

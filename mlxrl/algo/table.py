@@ -87,7 +87,15 @@ def _dead(algorithm: Algorithm) -> dict[str, str]:
         dead |= dict.fromkeys(("scale", "eps", "whiten", "mask_truncated"), "reward is 0")
         if not any(_overrides(term, "advantage") for term in algorithm.terms):
             dead |= dict.fromkeys(_fields(algorithm.policy_loss), "reward is 0 and no term adds to the advantages")
+    if algorithm.turns is not None:
+        dead |= {term.table: "nothing is sampled" for term in algorithm.terms if _of_samples(term)}
     return dead
+
+
+def _of_samples(term: Term) -> bool:
+    """Whether a term is about tokens as they were sampled."""
+    kept = term.comparison is not None and term.comparison.support == "student"
+    return kept or _overrides(term, "advantage") or _overrides(term, "factor")
 
 
 def _overrides(term: Term, method: str) -> bool:

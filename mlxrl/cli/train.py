@@ -43,7 +43,7 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
         models = Models.of(experiment)
         folder = claim(path, experiment.toml_in) if config.run.folder else claim_free(free, experiment.toml_in)
         with folder.locked():
-            command = ["mlxrl", "train", "--config", arguments.config, *arguments.overrides]
+            command = ["mlxrl", arguments.command, "--config", arguments.config, *arguments.overrides]
             folder.record(command=command, **_facts(experiment))
             return models.run(experiment.within(folder.path), folder, shutdown, lines)
 

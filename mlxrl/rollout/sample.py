@@ -123,7 +123,7 @@ def found_once(policy: Policy, tasks: Sequence[Task], key: object, find: Callabl
     fitted = find()
     if isinstance(tasks, tuple):
         known[:] = [*known[-3:], (tasks, key, fitted)]  # of training, of its teacher, of validation and evaluation
-    if fitted.left_out:
+    if fitted.line:
         warnings.warn(fitted.line, stacklevel=4)
     return fitted
 
