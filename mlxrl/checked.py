@@ -73,8 +73,6 @@ Interval = Annotated[
     tuple[float | None, float | None], Meta(extra={"ordered": True}), because("the lower bound stands first")
 ]
 """Two bounds, either of which may be missing."""
-
-
 CHECKED: list[Any] = []
 """Every class of settings."""
 
@@ -167,18 +165,12 @@ def keywords(function: Callable[P, T]) -> Callable[P, T]:
         except TypeError as error:
             raise SettingError(name, str(error)) from None
         for key, value in bound.arguments.items():
-            if (classes := _classes(hints_of(function)[key])) and not isinstance(value, classes):
-                raise SettingError(name, key, f"wanted {' or '.join(map(_class_name, classes))}, got {brief(value)}")
+            hint = hints_of(function)[key]
+            if (classes := _classes(hint)) and not isinstance(value, classes):
+                raise SettingError(name, key, f"wanted {wanted(hint)}, got {brief(value)}")
         return function(*arguments, **given)
 
     return called
-
-
-def _class_name(cls: type) -> str:
-    if cls is types.NoneType or hasattr(cls, "table"):
-        return "None" if cls is types.NoneType else f"{cls.__name__}(...)"
-    outside = not cls.__module__.startswith(("mlxrl", "builtins"))
-    return f"{cls.__module__}.{cls.__name__}" if outside else cls.__name__
 
 
 def _classes(hint: Any) -> tuple[type, ...]:
@@ -221,7 +213,8 @@ def converted(hint: Any, value: Any) -> Any:
         raise SettingError(f"wanted at most {most:,}, got {made:,}")
     if right:
         return made
-    why = "a float32 is between 1.2e-38 and 3.4e38 in size" if _beyond(made) else _extra(hint, "why")
+    rounded = isinstance(made, float) and math.isfinite(made) and not _single(made)
+    why = "a float32 is between 1.2e-38 and 3.4e38 in size" if rounded else _extra(hint, "why")
     if isinstance(value, int) and value > LARGEST and any(meta.le == LARGEST for meta in _metas(hint, inside=True)):
         why = f"at most {LARGEST:,}"
     near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else ""
@@ -241,11 +234,6 @@ def _single(value: Any) -> bool:
     if isinstance(value, float):
         return value == 0.0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
     return all(map(_single, value)) if isinstance(value, tuple | list) else True
-
-
-def _beyond(value: Any) -> bool:
-    """Whether a value is a finite number of Python's that is none of float32."""
-    return isinstance(value, float) and math.isfinite(value) and not _single(value)
 
 
 def _in_order(value: Any) -> bool:
@@ -291,7 +279,7 @@ def wanted(hint: Any) -> str:
         return "a table" if arguments[1] is Any else f"a table, each {wanted(arguments[1])}"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return _listed(arguments)
-    return _NAMES.get(hint) or getattr(hint, "__name__", str(hint))
+    return _NAMES.get(hint) or getattr(hint, "__name__", str(hint)) + ("(...)" if hasattr(hint, "table") else "")
 
 
 def _listed(arguments: Sequence[Any]) -> str:

@@ -22,19 +22,19 @@ WRONG = {
     "run: algorithm: wanted Algorithm, got \"<function grpo": lambda: run(algorithm=rl.grpo),
     "run: algorithm: wanted Algorithm, got {\"name\": \"grpo\"}": lambda: run(algorithm={"name": "grpo"}),
     "run: policy: wanted Policy, got nothing (null)": lambda: run(policy=None),
-    "run: optimizer: wanted Optimizer(...) or mlx.optimizers.optimizers.Optimizer, got \"adamw\"": (
+    "run: optimizer: wanted Optimizer(...) or Optimizer, got \"adamw\"": (
         lambda: run(optimizer="adamw")
     ),
     "run: rollout: wanted Rollout(...), got {\"group_size\": 2}": lambda: run(rollout={"group_size": 2}),
-    "run: resume: wanted str or pathlib.Path or None, got 5": lambda: run(resume=5),
+    "run: resume: wanted a text in quotes or Path, got 5": lambda: run(resume=5),
     "run: seed: wanted a whole number of at least 0 and at most 4294967295, got 4294967296": lambda: run(seed=2**32),
     "run: steps: wanted a whole number of at least 0, got 1.5": lambda: run(steps=1.5),
     "run: missing a required argument: 'policy'": lambda: rl.run(),
     "reward: wanted a function, a list of functions or Reward(...), got \"file.py:f\"": (
         lambda: run(reward="file.py:f")
     ),
-    "load: lora: wanted LoRA(...) or None, got {\"rank\": 4}": lambda: rl.load(str(EXAMPLE), lora={"rank": 4}),
-    "load: adapter: wanted str or pathlib.Path or None, got 5": lambda: rl.load(str(EXAMPLE), adapter=5),
+    "load: lora: wanted LoRA(...), got {\"rank\": 4}": lambda: rl.load(str(EXAMPLE), lora={"rank": 4}),
+    "load: adapter: wanted a text in quotes or Path, got 5": lambda: rl.load(str(EXAMPLE), adapter=5),
     "load: seed: wanted a whole number of at least 0": lambda: rl.load(str(EXAMPLE), seed=-1),
     "load: too many positional arguments": lambda: rl.load(str(EXAMPLE), 5),
     "sample: sampling: wanted Sampling(...), got 5": lambda: rl.sample(policy(), TASKS, group_size=1, sampling=5),

@@ -103,7 +103,7 @@ def test_a_part_of_a_composed_algorithm_that_raises_is_named_with_its_line():
             {"needs": 5},
             "algorithm: mine: needs: wanted a set of reward, old, reference, teacher, entropy, top_ids, obs",
         ),
-        ({"needs": {"rewards"}}, 'observations, got ["rewards"]'),
+        ({"needs": {"rewards"}}, 'answers, got ["rewards"]'),
         ({"name": 5}, "algorithm: name: wanted a text, got 5"),
     ],
 )
