@@ -237,6 +237,10 @@ def test_the_command_trains_evaluates_and_leaves_an_adapter_that_rl_goes_on_from
     shown = capsys.readouterr().out
     assert f"loss {found['after']['loss']:.4f}" in shown
     assert "equal to what the run recorded after training: the losses of 8 examples" in shown
+    assert main(["show", "out"]) == 0
+    assert f"held-out  loss difference {found['loss_difference']:+.4f}" in capsys.readouterr().out
+    assert main(["lineage", "out"]) == 0
+    assert f"held-out loss {found['before']['loss']:.3f} -> {found['after']['loss']:.3f}" in capsys.readouterr().out
     policy = rl.load(str(EXAMPLE), adapter=out / "adapters")
     assert policy.start
 
