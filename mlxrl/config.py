@@ -64,6 +64,8 @@ class Origin:
             table, _, name = key.rpartition(".")
             if any(f"{place}.".startswith(f"{key}.") for place in places):
                 return True
+            if any(key.startswith(f"{place}.") for place in places - {"algorithm", *tables()}):
+                return True  # a table in place of a value
             if (table in places and f"'{name}'" in message) or (not path and f"[{key.partition('.')[0]}]" in message):
                 return True
         return False

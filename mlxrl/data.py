@@ -244,6 +244,8 @@ def _prompt(value: Any, system: str | None, whole: bool) -> str | tuple[Message,
             raise DataError("the prompt is token ids, which take no system message; leave data.system out")
         return tuple(value)
     messages = messages_of(value, whole)
+    if not any(one["content"].strip() or "tool_calls" in one for one in messages):
+        raise DataError("wanted a message with a text, got only empty ones")
     if system is not None and messages[0]["role"] == "system":
         raise DataError("the example has a system message of its own; leave data.system out")
     return messages if system is None else ({"role": "system", "content": system}, *messages)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from mlxrl.checked import Count, Natural, NotNegative, SettingError, Text, at_most, checked, says
+from mlxrl.checked import Count, Natural, NotNegative, Seed, SettingError, Text, at_most, checked, says
 from mlxrl.settings import (
     Dtype,
     EpisodeLimits,
@@ -148,7 +148,7 @@ class Run:
 class Config:
     """A run. Together with the seed it decides everything that is drawn."""
 
-    seed: Annotated[int, Meta(ge=0, le=2**32 - 1), says("from which everything random follows")] = 0
+    seed: Annotated[Seed, says("from which everything random follows")] = 0
     steps: Annotated[Count, says("steps of the run, each a rollout and its updates")] = 100
     model: Model
     lora: LoRA = field(default_factory=LoRA)

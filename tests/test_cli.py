@@ -499,6 +499,13 @@ def test_a_command_line_that_is_none(capsys, arguments, message):
     assert err.count("\n") == 1
 
 
+def test_versions_are_printed(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"mlxrl \S+, mlx \S+, mlx-lm \S+, python \S+\n", capsys.readouterr().out)
+
+
 def test_overrides_may_stand_between_options(folder, capsys):
     (folder / "run.toml").write_text(CONFIG)
     (folder / "judge.py").write_text(JUDGE.format(on_step="pass"))

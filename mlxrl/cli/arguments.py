@@ -47,7 +47,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.version:
         from mlxrl.runs.facts import versions
 
-        parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
+        print(", ".join(f"{name} {version}" for name, version in versions().items()))
+        parser.exit()
     if hasattr(arguments, "overrides"):
         _locate_config(commands.choices[arguments.command], arguments)
     if unknown := next((word for word in rest if word.startswith("-")), None):

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxrl import settings
-from mlxrl.checked import keywords
+from mlxrl.checked import Seed, checked_value, keywords
 from mlxrl.errors import UserError, exception_line, one_line, require_open_files
 from mlxrl.files import expanded
 from mlxrl.policy import adapter_folder
@@ -140,6 +140,7 @@ def load(
         UserError: the model cannot be had, or a key of `lora` matches nothing.
     """
     checked = settings.Model(id=id, dtype=dtype, reference=reference)
+    seed = checked_value("load", "seed", Seed, seed)
     saved = None if adapter is None else adapter_folder.read(adapter)
     lora = lora if saved is None else adapter_folder.taken_over(lora, saved)
     model, tokenizer = _read(checked.id, None if checked.dtype is None else getattr(mx, checked.dtype))

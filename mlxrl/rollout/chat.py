@@ -118,7 +118,7 @@ def check_thinking(tokenizer: Any, thinking: bool | None, *where: str) -> None:
 
 def is_token_ids(observation: Observation) -> bool:
     """Whether a prompt is token ids."""
-    return not isinstance(observation, str) and len(observation) > 0 and isinstance(observation[0], int)
+    return not isinstance(observation, str) and len(observation) > 0 and type(observation[0]) is int
 
 
 def too_long(length: int, context: int, what: str = "a prompt") -> str:

@@ -95,7 +95,7 @@ def check_columns_of(
             try:
                 check_columns(rewards, offered)
             except UserError as error:
-                raise SettingError("reward", *error.parts) from error.__cause__
+                raise SettingError("reward", "functions", *error.parts) from error.__cause__
             tell_missing(rewards, some)
     if (hint := settings.teacher.hint) is not None:
         from mlxrl.train.teacher import hinted

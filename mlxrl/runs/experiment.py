@@ -246,7 +246,8 @@ def _with_adapter(settings: Config) -> Config:
         return settings
     from mlxrl.policy.adapter_folder import read, taken_over
 
-    return replace(settings, lora=taken_over(settings.lora, read(settings.model.adapter)))
+    adapter = _within(("model", "adapter"), read, settings.model.adapter)
+    return replace(settings, lora=taken_over(settings.lora, adapter))
 
 
 def _environment(settings: Config) -> Factory | None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrl.algo.algorithm import not_predicted, num_top
+from mlxrl.checked import keywords
 from mlxrl.protocols import Algorithm
 from mlxrl.settings import Train
 from mlxrl.train.own import advantages_of
@@ -22,6 +23,7 @@ PASS = 48  # tokens' worth that a micro-batch of any size costs besides its own,
 SHARE_FROM = 128  # prompt tokens saved, below which a pass of its own costs more than the repeated prompt
 
 
+@keywords
 def make_batch(groups: Sequence[Group], algorithm: Algorithm, train: Train = Train()) -> Batch:
     """Credit the trajectories, drop sequences without learning signal, and lay the others out in micro-batches.
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import fields
+from typing import Any
 
 from mlxrl.checked import SettingError
 from mlxrl.errors import brief
 from mlxrl.protocols import Algorithm
-from mlxrl.settings import EpisodeLimits, Model, Reward, Rollout, Sampling, Train
+from mlxrl.settings import Model, Reward, Rollout, Sampling, Train
+
+NEEDS = dict.fromkeys(("reward", "old", "reference", "teacher", "entropy", "top_ids", "observations", "answers")).keys()
+"""What an algorithm may need; see `protocols.Algorithm`."""
 
 
 def check_run(
@@ -34,6 +38,7 @@ def check_run(
     Raises:
         SettingError: nothing could be learned with a setting, or it would have no effect.
     """
+    _check_members(algorithm)
     if "answers" in algorithm.needs:
         scoring = {} if sampled else {"environment": episodes, "reward": rewarded}
         refuse_sampling(algorithm.name, rollout, sampling, train, scoring)
@@ -73,6 +78,17 @@ def _refuse_reward_settings(name: str, reward: Reward, rollout: Rollout) -> None
             raise SettingError(*where, f"has no effect, because {name} does not use rewards")
 
 
+def _check_members(algorithm: Algorithm) -> None:
+    """SettingError for an algorithm whose name is no text, or that needs what there is not."""
+    name: Any = algorithm.name
+    needs: Any = algorithm.needs
+    if not isinstance(name, str):
+        raise SettingError("algorithm", "name", f"wanted a text, got {brief(name)}")
+    if not isinstance(needs, Set) or not needs <= NEEDS:
+        got = sorted(map(str, needs)) if isinstance(needs, Set) else needs
+        raise SettingError("algorithm", name, "needs", f"wanted a set of {', '.join(NEEDS)}, got {brief(got)}")
+
+
 def check_reference(model: Model, algorithm: Algorithm) -> None:
     """SettingError where nothing is compared with the reference that is named."""
     if model.reference is not None and "reference" not in algorithm.needs:
@@ -106,18 +122,6 @@ def _overlong(buffer: int, limit: int, episodes: bool) -> str:
     if buffer and episodes:
         return "wanted 0 with an environment, whose turns have a limit each"
     return f"wanted at most sampling.max_tokens, {limit}, got {buffer}" if buffer > limit else ""
-
-
-KINDS = {"rollout": Rollout, "sampling": Sampling, "limits": EpisodeLimits, "train": Train}
-"""The arguments that are settings, and their classes."""
-
-
-def check_types(**given: object) -> None:
-    """SettingError for an argument that is no value of its class of settings."""
-    for name, value in given.items():
-        if not isinstance(value, KINDS[name]):
-            kind = KINDS[name].__name__
-            raise SettingError("run", name, f"wanted {kind}(...), got {brief(value)}")
 
 
 def check_tasks(count: int, rollout: Rollout, what: str = "tasks there are") -> None:

@@ -14,7 +14,7 @@ import mlx.optimizers as optim
 from mlxrl.algo import shaping
 from mlxrl.algo.algorithm import at_step, num_top, turns_of
 from mlxrl.algo.echo import without_special_ids
-from mlxrl.checked import Natural, checked_value, keywords
+from mlxrl.checked import Natural, Seed, checked_value, keywords
 from mlxrl.data import Source, as_tasks, fingerprint, indices_of
 from mlxrl.policy.policy import Policy
 from mlxrl.protocols import Algorithm
@@ -35,7 +35,7 @@ from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.sample import check_sample, fitting_prompts, sample
 from mlxrl.settings import EpisodeLimits, Optimizer, Reward, Rollout, Sampling, Train
 from mlxrl.train.batch import make_batch, tokens_of
-from mlxrl.train.check import check_run, check_tasks, check_types
+from mlxrl.train.check import check_run, check_tasks
 from mlxrl.train.metrics import Clock, Diverged, averaged, describe, require_finite
 from mlxrl.train.minibatches import minibatches
 from mlxrl.train.optimizer import make_optimizer
@@ -103,8 +103,7 @@ def run(
     Raises:
         UserError: an argument is wrong or without effect, by the call itself. Diverged: three updates were not finite.
     """
-    check_types(rollout=rollout, sampling=sampling, limits=limits, train=train)
-    steps, seed = (checked_value("run", name, Natural, value) for name, value in (("steps", steps), ("seed", seed)))
+    steps, seed = checked_value("run", "steps", Natural, steps), checked_value("run", "seed", Seed, seed)
     policy.require_trainable("run: policy")
     rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
     check_sample(rollout.group_size, environment, limits)
