@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import fields
 from typing import Any
 
@@ -40,10 +40,8 @@ def check_run(
     """
     _check_members(algorithm)
     if "answers" in algorithm.needs:
-        refuse_sampling(algorithm.name, rollout, sampling, train, sampled)
-        for name, given in (("environment", episodes), ("reward", rewarded)):
-            if given and not sampled:
-                raise SettingError(name, f"has no effect, because {algorithm.name} samples nothing; leave it out")
+        scoring = {} if sampled else {"environment": episodes, "reward": rewarded}
+        refuse_sampling(algorithm.name, rollout, sampling, train, scoring)
     equal, parts, tasks = "makes a group's completions all equal and nothing is learned", train.minibatches, rollout
     faults = {
         ("sampling", "temperature"): sampling.temperature == 0 and f"wanted more than 0, got 0, which {equal}",
@@ -65,13 +63,19 @@ def check_run(
         raise SettingError("rollout", "group_size", why)
     if "reward" in algorithm.needs and not rewarded:
         raise SettingError("reward", f"wanted at least one function, got none; {algorithm.name} learns from rewards")
+    if "reward" not in algorithm.needs:
+        _refuse_reward_settings(algorithm.name, reward, rollout)
+
+
+def _refuse_reward_settings(name: str, reward: Reward, rollout: Rollout) -> None:
+    """SettingError for what is about rewards, where an algorithm does not use them."""
     given = {
         ("reward", "overlong_buffer"): reward.overlong_buffer, ("reward", "length_penalty"): reward.length_penalty,
         ("rollout", "resampling_rounds"): rollout.resampling_rounds,
     }  # fmt: skip
     for where, value in given.items():
-        if value and "reward" not in algorithm.needs:
-            raise SettingError(*where, f"has no effect, because {algorithm.name} does not use rewards")
+        if value:
+            raise SettingError(*where, f"has no effect, because {name} does not use rewards")
 
 
 def _check_members(algorithm: Algorithm) -> None:
@@ -92,11 +96,14 @@ def check_reference(model: Model, algorithm: Algorithm) -> None:
         raise SettingError("model", "reference", why)
 
 
-def refuse_sampling(name: str, rollout: Rollout, sampling: Sampling, train: Train, sampled: bool) -> None:
+def refuse_sampling(name: str, rollout: Rollout, sampling: Sampling, train: Train, scoring: Mapping[str, bool]) -> None:
     """SettingError for what is about samples, where an algorithm learns from the data's answers.
 
-    sampled: whether evaluations sample; they have a temperature of their own, and no filters.
+    scoring: what would score samples, and whether it is there; empty where evaluations sample, which have a temperature
+    of their own, and no filters.
     """
+    if given := next((table for table, there in scoring.items() if there), None):
+        raise SettingError(given, f"has no effect, because {name} samples nothing; leave it out")
     of_training = {
         "rollout": ("group_size", "resampling_rounds"),
         "sampling": ("temperature", "top_p", "top_k", "min_p", "num_top"),
@@ -105,7 +112,7 @@ def refuse_sampling(name: str, rollout: Rollout, sampling: Sampling, train: Trai
     kept = {"rollout": ("tasks_per_step",), "sampling": ("thinking",)}
     for table, given in (("rollout", rollout), ("sampling", sampling), ("train", train)):
         every = [one.name for one in fields(given) if one.name not in kept.get(table, ())]
-        for key in of_training[table] if sampled or table == "train" else every:
+        for key in every if scoring and table != "train" else of_training[table]:
             if getattr(given, key) != getattr(type(given)(), key):
                 raise SettingError(table, key, f"has no effect, because {name} samples nothing; leave it out")
 

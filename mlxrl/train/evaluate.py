@@ -159,12 +159,10 @@ def evaluate(
     samples_temperature = checked_value("evaluate", "samples_temperature", Warm, samples_temperature)
     tasks, rewards, answers = as_tasks(tasks, whole=turns is not None), rewards_of(reward), None
     if turns is not None:
-        rules = rules_for(policy.model, turns, sampling.thinking, train.max_tokens_per_sequence)
-        learned = learnable(policy, tasks, rules)
-        answers = answer_losses(policy, learned.tasks, rules, train)
+        found = _of_answers(policy, tasks, turns, sampling, train)
         if not rewards.functions and environment is None:
-            return Evaluation((), learned.left_out, answers=answers)
-        tasks = all_asked(tasks)
+            return found
+        tasks, answers = all_asked(tasks), found.answers
     fitted = fitting_prompts(policy, tasks, sampling, environment)
     if environment is not None and not rewards.functions and not gives_rewards(environment):
         why = "wanted at least one function, got none; the environment gives no rewards"
@@ -177,6 +175,13 @@ def evaluate(
         warm = replace(sampling, temperature=samples_temperature)
         further = _scored(draw(group_size=samples, sampling=warm, key=key_of(seed, 1)), rewards, state)
     return Evaluation(tuple(group[0] for group in once), fitted.left_out, tuple(further), answers)
+
+
+def _of_answers(policy: Policy, tasks: Sequence[Task], turns: Turns, sampling: Sampling, train: Train) -> Evaluation:
+    """The losses on the answers of the data alone."""
+    rules = rules_for(policy.model, turns, sampling.thinking, train.max_tokens_per_sequence)
+    learned = learnable(policy, tasks, rules)
+    return Evaluation((), learned.left_out, answers=answer_losses(policy, learned.tasks, rules, train))
 
 
 def _scored(groups: Sequence[Group], rewards: Rewards, state: TrainerState) -> Sequence[Group]:

@@ -115,8 +115,7 @@ def run(
         sampled=False,
     )  # fmt: skip
     found = teacher_of(policy, algorithm, teacher)
-    turns = turns_of(algorithm)
-    learned = turns and rules_for(policy.model, turns, sampling.thinking, train.max_tokens_per_sequence)
+    learned = _rules(policy, algorithm, sampling, train)
     fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout, found, learned)
     algorithm = without_special_ids(algorithm, policy.tokenizer.all_special_ids)
     training = Training(
@@ -125,11 +124,23 @@ def run(
         sampling=replace(sampling, num_top=max(sampling.num_top, num_top(algorithm))),
         max_grad_norm=settings.max_grad_norm, left_out=fitted.left_out, demonstrations=learned,
     )  # fmt: skip
+    begun = _begun(training, optimizer)
+    return begun if resume is None else begun.resumed(resume)
+
+
+def _begun(training: Training, optimizer: Optimizer | optim.Optimizer) -> Steps:
+    """The steps of a run from its beginning."""
+    train = training.train
     if isinstance(optimizer, Optimizer):
-        optimizer = make_optimizer(optimizer, steps, train.updates_per_rollout * train.minibatches)
-    state = RunState(optimizer)
-    steps_ = Steps(policy, state, algorithm, partial(_facts, training), _steps(training, state))
-    return steps_ if resume is None else steps_.resumed(resume)
+        optimizer = make_optimizer(optimizer, training.steps, train.updates_per_rollout * train.minibatches)
+    state, facts = RunState(optimizer), partial(_facts, training)
+    return Steps(training.policy, state, training.algorithm, facts, _steps(training, state))
+
+
+def _rules(policy: Policy, algorithm: Algorithm, sampling: Sampling, train: Train) -> Rules | None:
+    """How examples become what an algorithm learns that learns from answers; None for one that samples."""
+    turns = turns_of(algorithm)
+    return turns and rules_for(policy.model, turns, sampling.thinking, train.max_tokens_per_sequence)
 
 
 def _facts(training: Training) -> dict[str, Any]:
