@@ -35,16 +35,23 @@ KINDS = {
     "multi-turn": ("maze.toml", [*SMALL, "steps=8", "rollout.tasks_per_step=2", "rollout.group_size=4"]),
     "distillation": ("arithmetic.toml", [*SMALL, "steps=12", "rollout.tasks_per_step=4", 'algorithm={name="opd"}',
                                          'teacher.hint="answer"']),
+    "sft": ("boxed_sft.toml", [*SMALL, "steps=12"]),
 }  # fmt: skip
 MEASURED = ("seconds/", "memory/", "rollout/tokens_per_second", "time")
 """Names of numbers that depend on the machine."""
+
+
+def begun(config: str, changes: list[str], folder: Path) -> list[str]:
+    """The command that begins a run."""
+    verb = "sft" if "sft" in config else "train"
+    return [verb, "--config", str(EXAMPLES / config), *changes, f"run.folder={folder}"]
 
 
 def start(command: list[str]) -> subprocess.Popen[bytes]:
     """A run as a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-m", "mlxrl", "train", *command], env=environment, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "mlxrl", *command], env=environment, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -66,7 +73,7 @@ def whole(command: list[str]) -> float:
 
 def killed(config: str, changes: list[str], folder: Path, kills: int, seconds: float, draw: random.Random) -> int:
     """Run with kills at random moments, resume after each, and run to the end; how often it was killed."""
-    command = ["--config", str(EXAMPLES / config), *changes, f"run.folder={folder}"]
+    command = begun(config, changes, folder)
     done = 0
     while done < kills:
         child = start(command)
@@ -78,10 +85,12 @@ def killed(config: str, changes: list[str], folder: Path, kills: int, seconds: f
             done += 1
         else:
             if child.returncode:
-                raise SystemExit(f"a resumed run ended with {child.returncode}: {folder}")
+                raise SystemExit(f"{' '.join(command)} ended with {child.returncode}")
+            break
+        if (folder / "manifest.json").exists() and state(folder) == "succeeded":
             break
         if (folder / "config.toml").exists():
-            command = ["--resume", str(folder)]
+            command = [command[0], "--resume", str(folder)]
     if not (folder / "manifest.json").exists() or state(folder) != "succeeded":
         whole(command)
     return done
@@ -111,7 +120,7 @@ def of_kind(kind: str, kills: int, draw: random.Random) -> dict[str, Any]:
     """Runs of a kind with so many kills in all, each compared with the run that was never killed."""
     config, changes = KINDS[kind]
     with tempfile.TemporaryDirectory() as base:
-        seconds = whole(["--config", str(EXAMPLES / config), *changes, f"run.folder={base}/whole"])
+        seconds = whole(begun(config, changes, Path(base, "whole")))
         wanted = result(Path(base, "whole"))
         done, runs, equal = 0, 0, 0
         while done < kills:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlxrl.algo import (
         KL, Algorithm, Correction, Echo, Entropy, KLReward, OffPolicyMask, TeacherAdvantage, TeacherKL,
         TeacherSurrogate, TeacherTopK, TeacherVocabulary, Term, Veto, Whiten, cispo, dapo, dppo, dr_grpo, gigpo, gmpo,
-        grpo, gspo, gspo_token, luspo, max_rl, opd, reinforce_pp, reinforce_pp_baseline, rloo, sapo,
+        grpo, gspo, gspo_token, luspo, max_rl, opd, reinforce_pp, reinforce_pp_baseline, rloo, sapo, sft,
     )
     from mlxrl.data import cycle, tasks
     from mlxrl.policy.logprobs import logprobs
@@ -45,7 +45,7 @@ __all__ = [
     "Train", "Trajectory", "Turn", "Veto", "Whiten", "algo", "cispo", "compare", "cycle", "dapo", "dppo", "dr_grpo",
     "evaluate", "gigpo", "gmpo", "grpo", "gspo", "gspo_token", "load", "logprobs", "luspo", "make_batch",
     "make_optimizer", "max_rl", "opd", "reinforce_pp", "reinforce_pp_baseline", "rewards", "rloo", "run", "sample",
-    "sapo", "score", "tasks", "update", "without_adapters",
+    "sapo", "score", "sft", "tasks", "update", "without_adapters",
 ]
 
 _HOMES = {

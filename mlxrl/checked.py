@@ -60,6 +60,7 @@ def because(reason: str) -> Meta:
 
 Count = Annotated[int, Meta(ge=1, le=LARGEST)]
 Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
+Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -155,15 +156,36 @@ def refuse_unknown(table: str, given: Mapping[str, Any], known: Mapping[str, Any
 
 
 def keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function refuse a keyword that it has not in one line, which names the right one."""
-    known = inspect.signature(function).parameters
+    """Make a function refuse in one line a keyword that it has not, and a value of another class than it wants."""
+    signature, name = inspect.signature(function), function.__name__
 
     @wraps(function)
     def called(*arguments: P.args, **given: P.kwargs) -> T:
-        refuse_unknown(function.__name__, given, known)
+        refuse_unknown(name, given, signature.parameters)
+        try:
+            bound = signature.bind(*arguments, **given)
+        except TypeError as error:
+            raise SettingError(name, str(error)) from None
+        for key, value in bound.arguments.items():
+            if (classes := _classes(hints_of(function)[key])) and not isinstance(value, classes):
+                raise SettingError(name, key, f"wanted {' or '.join(map(_class_name, classes))}, got {brief(value)}")
         return function(*arguments, **given)
 
     return called
+
+
+def _class_name(cls: type) -> str:
+    if cls is types.NoneType or hasattr(cls, "table"):
+        return "None" if cls is types.NoneType else f"{cls.__name__}(...)"
+    outside = not cls.__module__.startswith(("mlxrl", "builtins"))
+    return f"{cls.__module__}.{cls.__name__}" if outside else cls.__name__
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    """The classes that values of a type are of; none where it says more, as of numbers and lists."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    plain = all(isinstance(part, type) and get_origin(part) is None for part in parts)
+    return () if not plain or {int, float, bool} & set(parts) else parts
 
 
 @cache
@@ -200,6 +222,8 @@ def converted(hint: Any, value: Any) -> Any:
     if right:
         return made
     why = "a float32 is between 1.2e-38 and 3.4e38 in size" if _beyond(made) else _extra(hint, "why")
+    if isinstance(value, int) and value > LARGEST and any(meta.le == LARGEST for meta in _metas(hint, inside=True)):
+        why = f"at most {LARGEST:,}"
     near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else ""
     raise SettingError(f"wanted {wanted(hint)}, got {brief(value)}{near or (f'; {why}' if why else '')}")
 
@@ -264,7 +288,7 @@ def wanted(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(wanted(part) for part in arguments if part is not types.NoneType))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "a table"
+        return "a table" if arguments[1] is Any else f"a table, each {wanted(arguments[1])}"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return _listed(arguments)
     return _NAMES.get(hint) or getattr(hint, "__name__", str(hint))

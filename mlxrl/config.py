@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tomli_w
@@ -63,22 +64,27 @@ class Origin:
             table, _, name = key.rpartition(".")
             if any(f"{place}.".startswith(f"{key}.") for place in places):
                 return True
+            if any(key.startswith(f"{place}.") for place in places - {"algorithm", *tables()}):
+                return True  # a table in place of a value
             if (table in places and f"'{name}'" in message) or (not path and f"[{key.partition('.')[0]}]" in message):
                 return True
         return False
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origin]:
+def read(
+    path: str | Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Config, Origin]:
     """Read a config; every value is checked against its declaration, and every path is made absolute.
 
     Args:
         overrides: TOML assignments such as `optimizer.learning_rate=2e-5`; a text may go without its quotes where
             it is not TOML by itself, as in `run.folder=runs/second`.
+        defaults: of a command, where the config does not say.
     Raises:
         ConfigError: one line.
     """
     path = expanded(path)
-    values, overridden = parsed(path), set[str]()
+    values, overridden = _merged(defaults, parsed(path)), set[str]()
     for override in overrides:
         values = _merged(values, given := assignment(override))
         overridden |= set(_leaves(given))

@@ -18,13 +18,16 @@ from rich.text import Text
 
 from mlxrl.rewards import best_and_worst, text_of
 from mlxrl.runs.sinks import Description, Outcome, Sink
-from mlxrl.text import ASCII_BARS, BARS, duration, number, safe, shorten, size, sparkline, trend
+from mlxrl.text import ASCII_BARS, BARS, duration, evaluated, number, safe, shorten, size, sparkline, trend
+from mlxrl.train.comparison import gain_interval
 from mlxrl.types import Group, Trajectory
 
 if TYPE_CHECKING:
     from mlxrl.train.step import Step
 
 HEADING = "    step   reward  no-signal length trunc.   tok/s  rollout   update     peak"
+ANSWERS_HEADING = "    step     loss   perplexity length trunc. padding   tok/s   update     peak"
+"""Of steps that learn from answers of the data."""
 LEFT = "     left"
 """The last column where there is no progress bar: with it lines are wider than 80 columns."""
 HEADING_EVERY = 20
@@ -41,7 +44,8 @@ class Console(Sink):
         self._terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._unicode = self._rich.encoding.lower().replace("-", "").startswith("utf")
         self._steps, self._samples_every = steps, samples_every
-        self._rewards: list[float] = []
+        self._course: list[float] = []
+        self._label = "reward"
         self._started: float | None = None
         self._progress: Progress | None = None
 
@@ -71,9 +75,11 @@ class Console(Sink):
         done = step.number
         if self._started is None:
             self._start(done - 1)
-        if len(self._rewards) % HEADING_EVERY == 0:
-            self._print(HEADING if self._terminal else HEADING + LEFT, "dim")
-        self._line(step.metrics, done)
+        if len(self._course) % HEADING_EVERY == 0:
+            heading = ANSWERS_HEADING if step.demonstrated else HEADING
+            self._print(heading if self._terminal else heading + LEFT, "dim")
+        self._label = "loss" if step.demonstrated else "reward"
+        self._line(step)
         for warning in step.warnings:
             self._print(f"  step {done}: {safe(warning)}", "yellow")
         if self._samples_every and done % self._samples_every == 0 and step.groups:
@@ -89,28 +95,28 @@ class Console(Sink):
         """An evaluation of data.validation, and what it decided."""
         self._evaluated(f"validation {when}", summary, "")
         if summary.get("decision") == "rejected":
-            (low, high), least = summary["interval"], -summary["margin"] or 0
+            (low, high), least = gain_interval(summary), -summary["margin"] or 0
             why = f"its difference from the best, {low:+.3f} to {high:+.3f}, lies below {least:g}"
             self._print(f"  validation {when}: the adapter is taken back, because {why}", "yellow")
 
     def _evaluated(self, what: str, summary: Mapping[str, Any], style: str) -> None:
-        passes = "".join(f", {name} {value:.3f}" for name, value in summary.items() if name.startswith("pass@"))
-        numbers = f"accuracy {summary['accuracy']:.3f}, mean reward {summary['mean_reward']:.3f}{passes}"
-        self._print(f"  {what}: {numbers}, {summary['n']} examples", style)
+        self._print(f"  {what}: {evaluated(summary)}", style)
         if warning := summary.get("warning"):
             self._print(f"  {what}: {safe(warning)}", "yellow")
 
     def end(self, outcome: Outcome) -> None:
-        """How the run ended: the course of the reward, before and after, and what to do next."""
+        """How the run ended: the course of the reward or the loss, before and after, and what to do next."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        known = [reward for reward in self._rewards if math.isfinite(reward)]
+        known = [reward for reward in self._course if math.isfinite(reward)]
         if outcome.state == "succeeded" and known:
             bars = sparkline(known, bars=BARS if self._unicode else ASCII_BARS)
-            self._print(f"  reward    {known[0]:.3f} {bars} {known[-1]:.3f}", "bold")
+            self._print(f"  {self._label:<8}  {known[0]:.3f} {bars} {known[-1]:.3f}", "bold")
         if "difference" in outcome.evaluation:
             self._compared(outcome.evaluation)
+        if "loss_difference" in outcome.evaluation:
+            self._compared_losses(outcome.evaluation)
         for line in outcome.next_lines:
             self._print(f"  {line}")
 
@@ -126,26 +132,20 @@ class Console(Sink):
             self._progress.add_task("training", total=self._steps, completed=done)
             self._progress.start()
 
-    def _line(self, metrics: Mapping[str, Any], done: int) -> None:
-        """Mean reward, zero-variance groups, mean tokens of a completion, the share that ran into the limit, sampled
-        tokens a second, seconds of rollout and update, peak memory, and the time left."""
-
-        def value(name: str, form: str) -> str:
-            return number(float(metrics.get(name, math.nan)), form)
-
-        reward = float(metrics.get("reward", math.nan))
-        mark, style = MARKS[trend(reward, self._rewards)]
-        self._rewards.append(reward)
+    def _line(self, step: Step) -> None:
+        """Mean reward or loss, what `_sampled` or `_learned` says, seconds of the update, peak memory, time left."""
+        metrics, done = step.metrics, step.number
+        current = float(metrics.get("loss" if step.demonstrated else "reward", math.nan))
+        mark, style = MARKS[trend(current, self._course)]
+        if step.demonstrated:  # the lower the better
+            style = {"green": "red", "red": "green"}.get(style, style)
+        self._course.append(current)
         taken = time.monotonic() - (self._started or 0.0)
-        left = taken / max(len(self._rewards) - 1, 1) * (self._steps - done) if len(self._rewards) > 1 else math.nan
-        groups = f"{value('groups/zero_variance', '.0f')}/{value('groups/sampled', '.0f')}"
-        line = Text(f"{f'{done}/{self._steps}':>8} {number(reward):>7} ")
+        left = taken / max(len(self._course) - 1, 1) * (self._steps - done) if len(self._course) > 1 else math.nan
+        line = Text(f"{f'{done}/{self._steps}':>8} {number(current):>7} ")
         line.append(mark if self._unicode or mark == " " else {"▲": "+", "▼": "-"}.get(mark, "="), style)
-        line.append(
-            f"{groups:>10}{value('completions/mean_length', '.1f'):>7}{value('completions/clipped_ratio', '.0%'):>7}"
-            f"{value('rollout/tokens_per_second', '.0f'):>8}{value('seconds/rollout', '.2f'):>7} s"
-            f"{value('seconds/update', '.2f'):>7} s{size(float(metrics.get('memory/peak', math.nan))):>9}"
-        )
+        line.append(_learned(metrics) if step.demonstrated else _sampled(metrics))
+        line.append(f"{_of(metrics, 'seconds/update', '.2f'):>7} s{size(metrics.get('memory/peak', math.nan)):>9}")
         if not self._terminal:
             line.append(f"{duration(left):>9}")
         self._show(line)
@@ -158,9 +158,12 @@ class Console(Sink):
         shown = first or (prompt if isinstance(prompt, str) else text_of(list(prompt)))
         self._print(f"  prompt {shorten(safe(shown), SAMPLE_WIDTH)}", "cyan")
         for kind, one in zip(("best", "worst"), best_and_worst(group), strict=False):
-            numbers = f"{number(one.reward):>6}  {one.length} tokens, {one.stop}"
-            said = shorten(safe(_said(one)), SAMPLE_WIDTH)
-            self._print(f"  {kind:<5}  {numbers}  {said}", "green" if kind == "best" else "red")
+            said, length = shorten(safe(_said(one)), SAMPLE_WIDTH), f"{one.length} tokens, {one.stop}"
+            if self._label == "loss":
+                self._print(f"  answer {length}  {said}", "green")
+            else:
+                style = "green" if kind == "best" else "red"
+                self._print(f"  {kind:<5}  {number(one.reward):>6}  {length}  {said}", style)
 
     def _compared(self, evaluation: Mapping[str, Any]) -> None:
         before, after, (low, high) = evaluation["before"], evaluation["after"], evaluation["interval"]
@@ -174,12 +177,46 @@ class Console(Sink):
         p = f", McNemar p = {evaluation['mcnemar_p']:.3g}" if "mcnemar_p" in evaluation else ""
         self._print(f"            {counts}{p}")
 
+    def _compared_losses(self, evaluation: Mapping[str, Any]) -> None:
+        before, after, (low, high) = evaluation["before"], evaluation["after"], evaluation["loss_interval"]
+        losses = f"loss {before['loss']:.4f} -> {after['loss']:.4f}"
+        perplexity = f"perplexity {before['perplexity']:.4g} -> {after['perplexity']:.4g}"
+        self._print(f"  held-out  {losses}, {perplexity}", "bold")
+        interval = f"95 % interval {low:+.4f} to {high:+.4f}, {after['answer_tokens']:,} tokens"
+        style = "green" if high < 0 else "red" if low > 0 else "yellow"
+        self._print(f"            difference {evaluation['loss_difference']:+.4f}, {interval}", style)
+
     def _print(self, line: str, style: str = "") -> None:
         encoding = self._rich.encoding
         self._show(Text(line.encode(encoding, "backslashreplace").decode(encoding), style))
 
     def _show(self, line: Text) -> None:
         self._rich.print(line, soft_wrap=True)
+
+
+def _of(metrics: Mapping[str, Any], name: str, form: str) -> str:
+    return number(float(metrics.get(name, math.nan)), form)
+
+
+def _sampled(metrics: Mapping[str, Any]) -> str:
+    """Zero-variance groups, mean tokens of a completion, the share that ran into the limit, sampled tokens a second,
+    seconds of the rollout."""
+    groups = f"{_of(metrics, 'groups/zero_variance', '.0f')}/{_of(metrics, 'groups/sampled', '.0f')}"
+    return (
+        f"{groups:>10}{_of(metrics, 'completions/mean_length', '.1f'):>7}"
+        f"{_of(metrics, 'completions/clipped_ratio', '.0%'):>7}"
+        f"{_of(metrics, 'rollout/tokens_per_second', '.0f'):>8}{_of(metrics, 'seconds/rollout', '.2f'):>7} s"
+    )
+
+
+def _learned(metrics: Mapping[str, Any]) -> str:
+    """Perplexity, mean tokens of an answer, the share that was cut, that of padding, tokens read a second."""
+    read, padding = metrics["tokens/read"], metrics["tokens/padding"]
+    rate = read / max(metrics["seconds/update"], 1e-9)
+    return (
+        f"{_of(metrics, 'perplexity', '.4g'):>12}{_of(metrics, 'completions/mean_length', '.1f'):>7}"
+        f"{_of(metrics, 'completions/clipped_ratio', '.0%'):>7}{padding / max(read + padding, 1):>8.0%}{rate:>8.0f}"
+    )
 
 
 def _said(one: Trajectory) -> str:

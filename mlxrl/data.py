@@ -19,6 +19,8 @@ from mlxrl.names import same_column
 from mlxrl.types import Message, Task
 
 Source: TypeAlias = str | Path | Iterable[Mapping[str, Any] | Task]
+COMPLETION = "completion"
+"""The column with the answer that supervised fine-tuning learns."""
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state")
 """Keywords that every reward function gets; a column of that name could not reach it."""
 
@@ -33,6 +35,7 @@ def tasks(
     *,
     system: str | None = None,
     limit: int | None = None,
+    whole: bool = False,
     **columns: str,
 ) -> list[Task]:
     """Read a dataset as tasks.
@@ -45,25 +48,28 @@ def tasks(
         system: a system message put before every prompt. It turns text prompts into messages, so completions
             reach the rewards as messages too.
         limit: the first so many examples; None for all.
+        whole: messages are conversations to be learned from, and not continued: the last may call a tool.
         columns: renames: `answer="solution"` hands the column `solution` to the rewards as `answer`. All other
-            columns keep their names, the one of the prompt too.
+            columns keep their names, the one of the prompt too, and that of a `completion`, the answer that is learned.
     Raises:
         DataError: one line with the file, the line, what was wanted and what was got.
     """
     if limit is not None and limit < 1:
         raise DataError("data", "limit", f"wanted at least 1 example, got {limit}")
     checked_text("data: system", system or "")
-    found = [_task(where, example, prompt, columns, system) for where, example in islice(_examples(source), limit)]
+    examples = islice(_examples(source), limit)
+    found = [_task(where, example, prompt, columns, system, whole) for where, example in examples]
     if not found:
         where = str(source) if isinstance(source, str | Path) else "data"
         raise DataError(where, "wanted at least one example, got none")
     return found
 
 
-def as_tasks(given: Sequence[Task] | Source) -> Sequence[Task]:
+def as_tasks(given: Sequence[Task] | Source, whole: bool = False) -> Sequence[Task]:
     """Tasks as they are; anything else as `tasks` reads it, with its prompts in the column "prompt"."""
     made: Any = given
-    return made if isinstance(given, list | tuple) and all(isinstance(one, Task) for one in made) else tasks(made)
+    is_read = isinstance(given, list | tuple) and all(isinstance(one, Task) for one in made)
+    return made if is_read else tasks(made, whole=whole)
 
 
 def fingerprint(tasks: Iterable[Task]) -> str:
@@ -186,7 +192,7 @@ def _hugging_face(source: str) -> Iterator[tuple[str, Any]]:
     return ((f"{source}: example {number}", example) for number, example in enumerate(examples, 1))
 
 
-def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], system: str | None) -> Task:
+def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], system: str | None, whole: bool) -> Task:
     if isinstance(example, Task):
         return example
     if not isinstance(example, Mapping):
@@ -198,13 +204,14 @@ def _task(where: str, example: Any, prompt: str, columns: Mapping[str, str], sys
         if name not in values:
             there_are = f"{', '.join(values) or 'none'}{_near(name, values)}"
             raise DataError(where, f"no column {name!r}, wanted as {wanted_by}; there are: {there_are}")
-    moved = {*columns.values(), *({prompt} if prompt in RESERVED else ())}  # functions get it as `prompts` anyway
+    renamed = {old for new, old in columns.items() if new != COMPLETION}
+    moved = {*renamed, *({prompt} if prompt in RESERVED else ())}  # functions get it as `prompts` anyway
     kept = {name: value for name, value in values.items() if name not in moved}
     kept |= {new: values[old] for new, old in columns.items()}
     if taken := next((name for name in RESERVED if name in kept), None):
         raise DataError(where, f"column {taken!r} has the name of a keyword of rewards; rename it in data.columns")
     try:
-        return Task(_prompt(values[prompt], system), kept, where)
+        return Task(_prompt(values[prompt], system, whole), kept, where)
     except UserError as error:
         raise DataError(where, prompt, *error.parts) from None
 
@@ -224,7 +231,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _prompt(value: Any, system: str | None) -> str | tuple[Message, ...] | tuple[int, ...]:
+def _prompt(value: Any, system: str | None, whole: bool) -> str | tuple[Message, ...] | tuple[int, ...]:
     if isinstance(value, str):
         if not value.strip():
             raise DataError("wanted a text, got an empty one")
@@ -236,7 +243,9 @@ def _prompt(value: Any, system: str | None) -> str | tuple[Message, ...] | tuple
         if system is not None:
             raise DataError("the prompt is token ids, which take no system message; leave data.system out")
         return tuple(value)
-    messages = messages_of(value)
+    messages = messages_of(value, whole)
+    if not any(one["content"].strip() or "tool_calls" in one for one in messages):
+        raise DataError("wanted a message with a text, got only empty ones")
     if system is not None and messages[0]["role"] == "system":
         raise DataError("the example has a system message of its own; leave data.system out")
     return messages if system is None else ({"role": "system", "content": system}, *messages)

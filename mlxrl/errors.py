@@ -7,11 +7,16 @@ import json
 import os
 import resource
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, ClassVar, Self
 
 OPEN_FILES = 4096
+
+
+WIDEST = 1000
+"""Characters of a part of a message at most: a name or a value may be a whole file by mistake."""
 
 
 class UserError(ValueError):
@@ -24,7 +29,7 @@ class UserError(ValueError):
     exit_code: ClassVar[int] = 2
 
     def __init__(self, *parts: str) -> None:
-        self.parts = tuple(one_line(part) for part in parts if part)
+        self.parts = tuple(one_line(part, WIDEST) for part in parts if part)
         super().__init__(": ".join(self.parts))
 
     def within(self, *outer: str) -> Self:
@@ -34,10 +39,14 @@ class UserError(ValueError):
 
 def require_open_files() -> None:
     """UserError where a process may not open as many files as mlx-lm asks for when it is imported."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if os.geteuid() and most != resource.RLIM_INFINITY and most < OPEN_FILES:
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= OPEN_FILES:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now, OPEN_FILES))
+    except (OSError, ValueError):
         why = f"wanted at least {OPEN_FILES} open files, as mlx-lm asks for, got {most}; raise the limit"
-        raise UserError("ulimit -n", why)
+        raise UserError("ulimit -n", why) from None
 
 
 def one_line(text: object, width: int | None = None) -> str:
@@ -66,7 +75,9 @@ def place_of(error: BaseException) -> str:
     for frame, line in reversed(list(walk_tb(error.__traceback__))):
         name = frame.f_code.co_filename
         if not name.startswith((package, library, "<frozen")) and "site-packages" not in name:
-            return f" ({name.removeprefix(f'{Path.cwd()}/')}, line {line})"
+            with suppress(OSError):  # the current directory has gone
+                name = name.removeprefix(f"{Path.cwd()}/")
+            return f" ({name}, line {line})"
     return ""
 
 

@@ -12,8 +12,10 @@ from mlxrl.types import Message
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 
-def messages_of(given: Sequence[Any]) -> tuple[Message, ...]:
+def messages_of(given: Sequence[Any], whole: bool = False) -> tuple[Message, ...]:
     """Messages with a text as content each: parts of a text are joined, and one that only calls tools says nothing.
+
+    whole: nothing is to follow, so that the last may call tools.
 
     Raises:
         UserError: one line with the number of the message, what was wanted and what was got.
@@ -21,7 +23,7 @@ def messages_of(given: Sequence[Any]) -> tuple[Message, ...]:
     if not given:
         raise UserError("wanted at least one message, got an empty list")
     made = tuple(_message(f"message {number}", message) for number, message in enumerate(given, 1))
-    if made[-1].get("tool_calls"):
+    if made[-1].get("tool_calls") and not whole:
         raise UserError(f"message {len(made)}", "wanted the answers of its tool_calls after it, got the last message")
     return made
 

@@ -100,18 +100,18 @@ def _path_of(module: str, folder: str | Path | None) -> Path | None:
         return None  # as a part of its package, whose modules it may import
     relative = os.path.expanduser(module if is_file else module.replace(".", "/") + ".py")
     for base in (*((Path(folder),) if folder else ()), Path.cwd()):
-        path = _resolved(base / relative)
-        if path is not None and path.is_file() and installed in (None, path):
+        path = _file(base / relative)
+        if path is not None and installed in (None, path):
             return path
     if is_file:
         raise PluginError(f"no file {module!r} beside the config or in the current directory")
     return None
 
 
-def _resolved(path: Path) -> Path | None:
-    """Where a path leads, None for one that cannot be: a loop of links, or with a NUL in it."""
+def _file(path: Path) -> Path | None:
+    """The file that a path leads to; None for no file, and for a path that cannot be: too long, a loop, with a NUL."""
     try:
-        return path.resolve()
+        return found if (found := path.resolve()).is_file() else None
     except (OSError, RuntimeError, ValueError):
         return None
 

@@ -42,13 +42,16 @@ class Algorithm(Protocol):
     """Credit assignment plus a loss, both pure.
 
     Any object with these four members will do; `mlxrl.algo.Algorithm` composes one. `needs` names what must be there:
-    a "reward", "old" and "reference" log-probs, "teacher", "entropy", the "top_ids" that were kept while sampling, and
-    the "observations" of environments. It may have further members:
+    a "reward", "old" and "reference" log-probs, "teacher", "entropy", the "top_ids" that were kept while sampling, the
+    "observations" of environments, and the "answers" that the data hold, which then are the trajectories. It may have
+    further members:
 
         comparison: a `Comparison`, of distributions with a teacher's. None if it does not say.
         at(step): the algorithm at a step of the run, from 0. The same at every step if it does not say.
         compares: the "group" or the "step" that a trajectory's reward is compared with, which then needs two, or
             "nothing", if it does not say.
+        turns: which of the assistant's turns of the data's conversations are answers, "all", if it does not say, or the
+            "last".
         skip: ids of tokens among observations that are not predicted. None of them if it does not say.
         state_dict() and load_state_dict(value): what it keeps from step to step, as strict JSON, for checkpoints.
     """

@@ -41,6 +41,7 @@ Some = Annotated[Count, at_most(65_536)]
 """A count of what stands in memory, or is done anew, for each."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Reference = Literal["start", "base"]
 
 
 @checked("model")
@@ -52,6 +53,10 @@ class Model:
     adapter: Annotated[
         Text | None,
         says("adapter to go on from in place of [lora]: a folder of a run, mlx-lm or PEFT, or sha256:DIGEST"),
+    ] = None
+    reference: Annotated[
+        Reference | None,
+        says("what a KL compares with: the model as training finds it, or without adapter; left out, 'start'"),
     ] = None
 
 

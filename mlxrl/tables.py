@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from mlxrl.checked import Count, Natural, NotNegative, SettingError, Text, at_most, checked, says
+from mlxrl.checked import Count, Natural, NotNegative, Seed, SettingError, Text, at_most, checked, says
 from mlxrl.settings import (
     Dtype,
     EpisodeLimits,
@@ -36,6 +36,7 @@ class Data:
     evaluation: Annotated[Text | None, says("source of the held-out examples")] = None
     validation: Annotated[Text | None, says("source of held-out examples by which an adapter is chosen")] = None
     prompt: Annotated[Text, says("column with the prompt: a text, or a list of messages")] = "prompt"
+    completion: Annotated[Text | None, says("column with the answer that sft learns; left out, `completion`")] = None
     columns: Annotated[Mapping[str, Text], says("renames: answer = 'solution'")] = field(default_factory=dict[str, str])
     system: Annotated[Text | None, says("system message put before every prompt")] = None
 
@@ -147,7 +148,7 @@ class Run:
 class Config:
     """A run. Together with the seed it decides everything that is drawn."""
 
-    seed: Annotated[int, Meta(ge=0, le=2**32 - 1), says("from which everything random follows")] = 0
+    seed: Annotated[Seed, says("from which everything random follows")] = 0
     steps: Annotated[Count, says("steps of the run, each a rollout and its updates")] = 100
     model: Model
     lora: LoRA = field(default_factory=LoRA)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*%@"
@@ -87,3 +88,12 @@ def trend(reward: float, rewards: Sequence[float]) -> str:
     change = reward - sum(last) / len(last)
     threshold = TREND_SHARE * (max(*known, reward) - min(*known, reward))
     return "=" if abs(change) <= threshold else "+" if change > 0 else "-"
+
+
+def evaluated(summary: Mapping[str, Any], digits: int = 3) -> str:
+    """The numbers of an evaluation that it has, as a text."""
+    parts = [f"accuracy {summary['accuracy']:.{digits}f}"] if "accuracy" in summary else []
+    parts += [f"mean reward {summary['mean_reward']:.{digits}f}"] if "mean_reward" in summary else []
+    parts += [f"{name} {value:.{digits}f}" for name, value in summary.items() if name.startswith("pass@")]
+    parts += [f"loss {summary['loss']:.4f}", f"perplexity {summary['perplexity']:.4g}"] if "loss" in summary else []
+    return ", ".join([*parts, f"{summary['n']} examples"])

@@ -21,6 +21,9 @@ _BARE = re.compile(r"[^\s\"'\[\]{}#][^\"'\[\]{}#\n]*")
 
 DEEPEST = 20
 """Tables and lists within one another."""
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_CHAIN = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{5000}}")
+"""A dotted key of so many parts that Python's parser takes more memory for it than there is."""
 
 
 def parsed(path: Path) -> dict[str, Any]:
@@ -62,6 +65,8 @@ def assignment(override: str) -> dict[str, Any]:
 
 def _toml(text: str) -> dict[str, Any]:
     """A text's values. Numbers of any length are read, so that `_sound` can say where they stand."""
+    if _CHAIN.search(text):
+        raise ValueError("nested too deeply")
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:
@@ -75,7 +80,7 @@ def _sound(place: str, value: Any, *path: str) -> Any:
     if len(path) > DEEPEST:
         raise ConfigError(place, ".".join(path[:3]), "nested too deeply")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ConfigError(place, *path, f"wanted a whole number of 64 bits, got one of {value.bit_length()} bits")
+        raise ConfigError(place, *path, f"wanted a whole number of 64 bits, got one of {value.bit_length() + 1} bits")
     if isinstance(value, Mapping | list):
         for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             _sound(place, item, *path, *([str(name)] if isinstance(value, Mapping) else [f"entry {name + 1}"]))

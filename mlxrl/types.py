@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import mlx.core as mx
 
+from mlxrl.errors import UserError, brief
 from mlxrl.settings import Sampling
 
 Message: TypeAlias = Mapping[str, Any]
@@ -35,6 +36,14 @@ class Task:
     prompt: str | tuple[Message, ...] | tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     where: str = field(default="", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        prompt: Any = self.prompt
+        columns: Any = self.columns
+        if not isinstance(prompt, str | tuple | list):
+            raise UserError("Task", "prompt", f"wanted a text, messages or token ids, got {brief(prompt)}")
+        if not isinstance(columns, Mapping):
+            raise UserError("Task", "columns", f"wanted a dict with a value for each name, got {brief(columns)}")
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -176,12 +176,13 @@ def test_every_setting_arrives(folder, monkeypatch):
         name="lion", learning_rate=0.5, schedule="cosine", warmup_steps=4, weight_decay=0.0625, betas=(0.5, 0.25),
         max_grad_norm=17.0,
     )  # fmt: skip
+    learning = Train(
+        tokens_per_pass=99, max_tokens_per_sequence=77, recompute=True, updates_per_rollout=2, minibatches=3
+    )
     assert seen["run"] == {
         "steps": 7, "rollout": Rollout(tasks_per_step=3, group_size=6, max_rows=13, resampling_rounds=4),
         "sampling": sampling, "limits": EpisodeLimits(), "environment": None, "seed": 5, "optimizer": chosen,
-        "train": Train(
-            tokens_per_pass=99, max_tokens_per_sequence=77, recompute=True, updates_per_rollout=2, minibatches=3
-        ),
+        "train": learning,
     }  # fmt: skip
     assert teacher == Teacher(teacher.policy, hint="answer", thinking=False)
     assert {a.dtype for _, a in tree_flatten(teacher.policy.model.parameters())} == {mx.bfloat16}
@@ -192,6 +193,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     assert seen["evaluate"] == {
         "sampling": Sampling(max_tokens=9, temperature=0.375, top_p=1.0, top_k=0, min_p=0.0, **rules),
         "environment": None, "limits": EpisodeLimits(), "max_rows": 13, "seed": 5, "state": TrainerState(7, 7),
+        "turns": None, "train": learning,
         "samples": 3, "samples_temperature": 0.625,
     }  # fmt: skip
     assert (thinking[0], thinking[-1]) == (True, False)  # of prompts, and of those with the teacher's hint
@@ -482,7 +484,7 @@ def test_ctrl_c_from_outside(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "mlxrl: wanted a command, one of train, eval"),
+        ([], "mlxrl: wanted a command, one of train, sft, eval"),
         (["train"], "mlxrl train: wanted --config FILE or --resume RUN; see mlxrl train --help\n"),
         (["train", "--config", "a.toml", "--dry"], "mlxrl: unknown option --dry; see mlxrl --help\n"),
         (["trian"], "mlxrl: argument COMMAND: invalid choice: 'trian' (choose from"),
@@ -495,6 +497,13 @@ def test_a_command_line_that_is_none(capsys, arguments, message):
     assert caught.value.code == 2
     assert err.startswith(message)
     assert err.count("\n") == 1
+
+
+def test_versions_are_printed(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"mlxrl \S+, mlx \S+, mlx-lm \S+, python \S+\n", capsys.readouterr().out)
 
 
 def test_overrides_may_stand_between_options(folder, capsys):

@@ -262,3 +262,16 @@ def test_runs_are_listed_and_shown(folder, capsys):
     assert out.endswith("go on with  mlxrl train --resume out/other\n")
     assert main(["show", "nowhere"]) == 2
     assert capsys.readouterr().err == "mlxrl: nowhere: no config.toml; wanted the folder of a run\n"
+
+
+@pytest.mark.parametrize("content", ["{", '{"model": 3, "data": 5, "versions": null, "state": "failed"}'])
+def test_a_manifest_that_is_damaged_is_written_anew(folder, content):
+    """Also one that a kill has kept from being written: the run goes on and hands its adapter over."""
+    assert train("steps=1") == 0
+    whole = json.loads((RUN / "manifest.json").read_text())
+    (RUN / "manifest.json").write_text(content)
+    assert resume("steps=2", "run.evaluate_every=0") == 0
+    again = json.loads((RUN / "manifest.json").read_text())
+    for name in ("seed", "versions", "device", "data", "model", "parent"):
+        assert again[name] == whole[name]
+    assert json.loads((RUN / "handoff.json").read_text())["steps"] == 2

@@ -110,7 +110,7 @@ REFUSED_OVERRIDES = {
     "rolout.top_p=1": "command line: unknown table [rolout]; did you mean 'rollout'?",
     "learning_rate=1": "command line: unknown key 'learning_rate'; did you mean 'optimizer.learning_rate'?",
     "seed=true": "command line: seed: wanted a whole number of at least 0 and at most 4294967295, got true",
-    f"steps={'9' * 5000}": "command line: steps: wanted a whole number of 64 bits, got one of 16610 bits",
+    f"steps={'9' * 5000}": "command line: steps: wanted a whole number of 64 bits, got one of 16611 bits",
     "algorithm.clip=[0, -1e2, 9223372036854775808]": "command line: algorithm: clip: entry 3: wanted a whole",
     f"data.columns={'{a=' * 30}1{'}' * 30}": "command line: data.columns.a: nested too deeply",
     f"data{'.a' * 3000}=1": "command line: data.a.a: nested too deeply",

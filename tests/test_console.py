@@ -38,8 +38,9 @@ GROUPS = ((completion("a", 1.0), completion("b", 1.0)), (completion("1030", 1.0)
 
 def step(index, groups=(), warnings=(), **metrics):
     return SimpleNamespace(
-        index=index, number=index + 1, metrics={**METRICS, **metrics}, groups=groups, warnings=warnings
-    )
+        index=index, number=index + 1, metrics={**METRICS, **metrics}, groups=groups, warnings=warnings,
+        demonstrated=False,
+    )  # fmt: skip
 
 
 def description(*lines):
@@ -166,7 +167,7 @@ def test_lines_of_steps_stay_in_80_columns_on_a_terminal():
 def test_missing_numbers_are_dashes():
     stream = io.StringIO()
     Console(2, stream=stream, width=80).step(
-        SimpleNamespace(index=0, number=1, metrics={"reward": math.nan}, groups=(), warnings=())
+        SimpleNamespace(index=0, number=1, metrics={"reward": math.nan}, groups=(), warnings=(), demonstrated=False)
     )
     line = stream.getvalue().splitlines()[1]
     assert "nan" not in line

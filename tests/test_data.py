@@ -220,3 +220,8 @@ def test_a_step_is_a_function_of_seed_and_step():
 def test_a_batch_larger_than_the_data_is_refused_at_once():
     with pytest.raises(ValueError, match="wanted between 1 and the 2 tasks there are, got 3"):
         cycle([Task("a"), Task("b")], 3)
+
+
+def test_the_answer_that_is_learned_keeps_its_own_name_too():
+    (one,) = tasks([{"question": "1+1", "answer": "2"}], prompt="question", completion="answer")
+    assert one.columns == {"question": "1+1", "answer": "2", "completion": "2"}

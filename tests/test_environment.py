@@ -45,6 +45,7 @@ class Failing(Counting):
             "large": lambda: replace(feedback, reward=1e308), "odd": lambda: replace(feedback, state=Odd()),
             "done": lambda: replace(feedback, done=1), "invalid": lambda: replace(feedback, invalid="no"), "mute": mute,
             "content": lambda: replace(feedback, observation=({"role": "user", "content": Mute()},)),
+            "fault": lambda: replace(feedback, fault=5),
         }.get(self.task.prompt, lambda: feedback)()  # fmt: skip
 
     def close(self):
@@ -65,6 +66,7 @@ FAULTS = {
     "done": "step: TypeError: done: wanted True or False, got 1",
     "invalid": 'step: TypeError: invalid: wanted True or False, got "no"',
     "mute": "step: Mute: its message cannot be shown",
+    "fault": "step: TypeError: fault: wanted a text, got 5",
     "content": "step: TypeError: an observation: message 1: content: wanted a text or a list of text parts, "
     'got "Mute()"',
 }
@@ -102,9 +104,9 @@ def test_one_that_fails_ends_its_own_episode():
     assert not Failing.closed.acquire(blocking=False)
     groups = score(groups)
     step = Step(0, {}, groups)
-    assert (step.metrics["episodes/errors"], step.metrics["episodes/close_errors"]) == (28, 0)
-    assert (step.metrics["stops/error"], step.metrics["rewards/unscored"]) == (28 / 30, 0)
-    failed = f"28 episodes ended because their environment failed, the first: {FAULTS['reset']} (tests/"
+    assert (step.metrics["episodes/errors"], step.metrics["episodes/close_errors"]) == (30, 0)
+    assert (step.metrics["stops/error"], step.metrics["rewards/unscored"]) == (30 / 32, 0)
+    failed = f"30 episodes ended because their environment failed, the first: {FAULTS['reset']} (tests/"
     assert [line.startswith(failed) for line in step.warnings] == [True]
     for recipe in (algo.rloo(), algo.grpo(), algo.gigpo()):
         assert {row for part in make_batch(groups, recipe) for row in part.trajectories} <= {0, 1}

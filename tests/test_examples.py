@@ -86,3 +86,14 @@ def test_an_own_sink_receives_a_run_from_python_and_from_a_config(here):
     table = [line.split(",") for line in (here / "own" / "steps.csv").read_text().splitlines()]
     assert table == [[str(one.get(name, "")) for name in names] for one in found]
     assert all(float(reward) >= 0 for _, reward, *_ in table)
+
+
+@pytest.mark.slow
+def test_rl_goes_beyond_fine_tuning_on_a_format_that_the_base_never_emits(here):
+    python(here, "-m", "mlxrl", "sft", "--config", "examples/boxed_sft.toml", "run.folder=sft")
+    train(here, "boxed", "model.adapter=sft/adapters", "run.folder=rl")
+    sft, rl = (json.loads((here / name / "evaluation.json").read_text()) for name in ("sft", "rl"))
+    assert sft["before"]["accuracy"] == 0
+    assert sft["after"]["accuracy"] == rl["before"]["accuracy"] > 0.1
+    assert rl["after"]["accuracy"] > sft["after"]["accuracy"] + 0.3
+    assert sft["loss_interval"][1] < 0

@@ -271,7 +271,8 @@ def round_trip(folder, *overrides):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_the_same_after_a_round_trip(folder, name):
-    round_trip(folder, f"algorithm.name={name}", *(["teacher.hint=answer"] if name == "opd" else []))
+    further = {"opd": ["teacher.hint=answer"], "sft": ["data.completion=answer"]}.get(name, [])
+    round_trip(folder, f"algorithm.name={name}", *further)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """An algorithm of one's own: what it answers wrongly is one line."""
 
+import sys
+
 import mlx.core as mx
 import pytest
 
@@ -72,6 +74,9 @@ def raising(*arguments):
         (lambda *_: (0.0, {}), "mine: loss: wanted a scalar array and a dict of metrics, got [0.0, {}]"),
         (raising, "mine: loss: test_own.py, line "),
         (lambda new, *_: (mx.array(1.0) * new, {}), "mine: loss: test_own.py, line "),
+        (lambda new, *_: (new.token_logprobs.sum(), {"a": "b"}), "mine: loss: metric 'a': wanted a number, got \"b\""),
+        (lambda new, *_: (new.token_logprobs.sum(), {"a": mx.ones(2)}), "mine: loss: metric 'a': wanted a number, got"),
+        (lambda *_: sys.exit(3), "mine: loss: test_own.py, line "),
     ],
 )
 def test_a_loss_of_another_shape_or_that_raises_is_refused(loss, message):
@@ -89,3 +94,21 @@ def test_a_part_of_a_composed_algorithm_that_raises_is_named_with_its_line():
     broken = rl.Algorithm("broken", rl.algo.credit.GroupRelative(), rl.algo.losses.Clipped(), lambda *_: 1 / 0)
     with pytest.raises(UserError, match=r"broken: loss: test_own\.py, line \d+: ZeroDivisionError"):
         gradient(a_policy(), make_batch(GROUPS, broken), broken)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (
+            {"needs": 5},
+            "algorithm: mine: needs: wanted a set of reward, old, reference, teacher, entropy, top_ids, obs",
+        ),
+        ({"needs": {"rewards"}}, 'observations, got ["rewards"]'),
+        ({"name": 5}, "algorithm: name: wanted a text, got 5"),
+    ],
+)
+def test_members_that_say_nothing_are_refused(members, message):
+    changed = type("Changed", (Own,), members)()
+    with pytest.raises(UserError) as caught:
+        rl.run(a_policy(), [rl.Task("a")], changed, steps=1, rollout=rl.Rollout(tasks_per_step=1))
+    assert message in str(caught.value)

@@ -23,14 +23,9 @@ ARRAYS = ("tokens", "mask", "advantages", "sampler_logprobs", "old_logprobs", "r
 
 def example(name: str, columns: int = 3) -> tuple[Any, Logprobs, MicroBatch, Totals]:
     """A recipe with every extra switched on, and a batch with a gap in a row, an empty row and a zero advantage."""
-    recipe = algo.RECIPES[name](
-        terms=[
-            algo.KL(coefficient=0.1),
-            algo.KLReward(coefficient=0.05),
-            algo.Entropy(coefficient=0.01),
-            algo.Correction(),
-        ]
-    )
+    of_samples = [] if name == "sft" else [algo.KLReward(coefficient=0.05), algo.Correction()]
+    terms = [algo.KL(coefficient=0.1), algo.Entropy(coefficient=0.01), *of_samples]
+    recipe = algo.RECIPES[name](terms=terms)
     values = np.random.default_rng(0).normal(size=(5, 4, columns)).astype(np.float32) * 0.05 - 1.0
     new, old, reference, rollout, teacher = (mx.array(v) for v in values)
     mask = np.ones((4, columns), dtype=np.float32)

@@ -98,7 +98,7 @@ def test_a_prompt_that_fills_the_context_ends_in_an_error_and_is_not_scored():
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"group_size": 0}, "sample: group_size: wanted at least 1, got 0"),
+        ({"group_size": 0}, "sample: group_size: wanted a whole number of at least 1, got 0"),
         ({"environment": Counting()}, "sample: environment: wanted a class or a function that makes an environment"),
         (
             {"environment": "m:Maze"},

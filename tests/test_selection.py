@@ -8,7 +8,7 @@ import math
 import pytest
 
 from mlxrl.runs.selection import Selection
-from mlxrl.train.comparison import Scores
+from mlxrl.train.comparison import AnswerLosses, Scores
 
 NOTHING = Selection()
 
@@ -81,3 +81,20 @@ def test_a_selection_comes_back_from_strict_json():
     again = Selection.of_json(json.loads(json.dumps(selection.as_json(), allow_nan=False)))
     assert again == selection
     assert Selection.of_json({}) == Selection.of_json(json.loads(json.dumps(NOTHING.as_json()))) == NOTHING
+
+
+def test_without_rewards_the_lower_loss_is_the_better_one():
+    """Losses of two answers, of 2 and 6 tokens: means 1.5, 1.0 and 2.0 over the 8 tokens."""
+    first, better, worse = (Scores("x", (), (), AnswerLosses("x", losses, (2, 6)))
+                            for losses in ((4.0, 8.0), (2.0, 6.0), (4.0, 12.0)))  # fmt: skip
+    begun, _ = Selection().judged(0, first, margin=0.1)
+    after, verdict = begun.judged(5, better, margin=0.1)
+    assert (after.step, after.since, verdict["decision"]) == (5, 0, "accepted")
+    assert verdict["loss_difference"] == -0.5
+    # -2 nats in 2 tokens, -2 in 6: resamples are between -1 and -1/3
+    assert verdict["loss_interval"] == [-1.0, pytest.approx(-1 / 3)]
+    again, verdict = after.judged(10, worse, margin=0.1)
+    assert (again.step, again.since, again.accepted, verdict["decision"]) == (5, 1, 5, "rejected")
+    assert Selection.of_json(again.as_json()) == again
+    assert again.best is not None
+    assert again.best.measure == {"loss": 1.0}

@@ -115,6 +115,9 @@ def test_a_sink_is_a_function_of_a_step_or_an_object_with_some_of_the_methods():
     assert seen == ["step", ("before training", {"accuracy": 1.0})]
 
 
+async def asynchronous(step): ...
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -123,6 +126,8 @@ def test_a_sink_is_a_function_of_a_step_or_an_object_with_some_of_the_methods():
         (lambda: 1 / 0, "'m:f': cannot be made: ZeroDivisionError: division by zero"),
         (int, "'m:f': wanted a function of a step, or an object with begin, step, evaluation, validation, end, got 0"),
         (SimpleNamespace(finish=print), "'m:f': wanted a function of a step, or an object with begin"),
+        (asynchronous, "'m:f': step is async; wanted a plain function, which a run waits for"),
+        (SimpleNamespace(end=asynchronous), "'m:f': end is async; wanted a plain function, which a run waits for"),
     ],
 )  # fmt: skip
 def test_what_is_no_sink_is_refused(given, message):

@@ -85,4 +85,6 @@ def test_user_code_may_print_to_what_nobody_reads(monkeypatch):
     with tolerant():
         for _ in range(3):
             print("x" * 100_000)
+        sys.stdout.close()
+        print("still open")
     assert sys.stdout is own

@@ -12,7 +12,7 @@ from mlxrl.algo.echo import Echo
 from mlxrl.algo.losses import Surrogate
 from mlxrl.algo.recipes import (
     cispo, dapo, dppo, dr_grpo, gigpo, gmpo, grpo, gspo, gspo_token, luspo, max_rl, opd,
-    reinforce_pp, reinforce_pp_baseline, rloo, sapo,
+    reinforce_pp, reinforce_pp_baseline, rloo, sapo, sft,
 )
 from mlxrl.algo.reduce import finish
 from mlxrl.algo.table import RECIPES, arguments_of, build
@@ -26,6 +26,6 @@ __all__ = [
     "KL", "Correction", "Echo", "Entropy", "KLReward", "OffPolicyMask", "TeacherAdvantage", "TeacherKL",
     "TeacherSurrogate", "TeacherTopK", "TeacherVocabulary", "Veto",
     "cispo", "dapo", "dppo", "dr_grpo", "gigpo", "gmpo", "grpo", "gspo", "gspo_token", "luspo", "max_rl", "opd",
-    "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo",
+    "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo", "sft",
     "advantages", "credit", "divergence", "losses", "reduce", "shaping",
 ]

@@ -9,9 +9,9 @@ from typing import ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
 import mlx.core as mx
 
 from mlxrl import protocols
-from mlxrl.algo.credit import Advantages, Compares, Credit
+from mlxrl.algo.credit import Advantages, Compares, Credit, Turns
 from mlxrl.algo.losses import Ratio, Surrogate, log_ratio
-from mlxrl.algo.reduce import Reduction, masked, of_mismatch, of_policy, token_mean
+from mlxrl.algo.reduce import Reduction, masked, of_answers, of_mismatch, of_policy, token_mean
 from mlxrl.checked import SettingError, checked
 from mlxrl.errors import brief
 from mlxrl.types import Comparison, Group, Logprobs, Metrics, MicroBatch, Totals
@@ -113,7 +113,8 @@ class Algorithm:
     @property
     def needs(self) -> frozenset[str]:
         """What the loss needs; see `protocols.Algorithm`."""
-        own = {"old"} | ({"reward"} if getattr(self.credit, "uses_rewards", True) else set[str]())
+        own = {"old"} if self.turns is None else {"answers"}
+        own |= {"reward"} if getattr(self.credit, "uses_rewards", True) else set()
         kept = {"top_ids"} if self.comparison is not None and self.comparison.support == "student" else set[str]()
         return frozenset().union(own, kept, *(term.needs for term in self.terms))
 
@@ -126,6 +127,11 @@ class Algorithm:
     def compares(self) -> Compares:
         """What a trajectory's reward is compared with: the others of its "group" or of the "step", or "nothing"."""
         return getattr(self.credit, "compares", "nothing")
+
+    @property
+    def turns(self) -> Turns | None:
+        """Which turns of the data's conversations are learned; None where trajectories are sampled."""
+        return getattr(self.credit, "turns", None)
 
     @property
     def skip(self) -> frozenset[int]:
@@ -168,11 +174,7 @@ class Algorithm:
         for term in self.terms:
             share = term.share(new, batch, totals, self.reduction)
             loss = loss if share is None else loss + share
-        own = self.policy_loss
-        of_token = own.log_ratio if isinstance(own, Ratio) and own.ratio == "token" else log_ratio
-        drift = of_token(new.token_logprobs, old, mask)
-        metrics = of_policy(surrogate, drift, batch.advantages, mask, totals)
-        metrics |= of_mismatch(old, batch.sampler_logprobs, mask, totals)
+        metrics = self._metrics(new, batch, surrogate, totals)
         for term in self.terms:
             metrics |= term.metrics(new, batch, totals)
         if factors:
@@ -181,6 +183,17 @@ class Algorithm:
         # One array, taken apart: mx.compile fails on two outputs that are the same computation twice.
         values = mx.stop_gradient(mx.stack(list(metrics.values())))
         return loss, {name: values[n] for n, name in enumerate(metrics)}
+
+    def _metrics(self, new: Logprobs, batch: MicroBatch, surrogate: Surrogate, totals: Totals) -> Metrics:
+        """What is reported of the policy loss."""
+        mask, old, own = batch.mask, batch.old_logprobs, self.policy_loss
+        if self.turns is not None:
+            return of_answers(new.token_logprobs, mask, totals)
+        assert old is not None
+        of_token = own.log_ratio if isinstance(own, Ratio) and own.ratio == "token" else log_ratio
+        drift = of_token(new.token_logprobs, old, mask)
+        metrics = of_policy(surrogate, drift, batch.advantages, mask, totals)
+        return metrics | of_mismatch(old, batch.sampler_logprobs, mask, totals)
 
     def _prepared(self, new: Logprobs, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with `old_logprobs`, sg(new) where it has none, and all that is added to the advantages."""
@@ -208,6 +221,11 @@ def at_step(algorithm: protocols.Algorithm, step: int) -> protocols.Algorithm:
     """An algorithm at a step of the run; the same at every step without the member."""
     at = getattr(algorithm, "at", None)
     return algorithm if at is None else at(step)
+
+
+def turns_of(algorithm: protocols.Algorithm) -> Turns | None:
+    """Which turns of the data's conversations an algorithm learns; None for one that learns from samples."""
+    return getattr(algorithm, "turns", "all") if "answers" in algorithm.needs else None
 
 
 def not_predicted(algorithm: protocols.Algorithm) -> frozenset[int] | None:

@@ -2,9 +2,10 @@
 
 Any function is one that takes the groups and returns, in their shape, a float for every trajectory or a list with
 a float for every token that the model sampled. A trajectory without a reward (NaN), or that ended in an error, has
-advantage 0 and is in no statistic. A credit may have two attributes: `uses_rewards`, whether it needs rewards (True if
+advantage 0 and is in no statistic. A credit may have attributes: `uses_rewards`, whether it needs rewards (True if
 missing), and `compares`, what a trajectory is compared with: the others of its "group", which then needs two, those of
-the whole "step", or "nothing" (if missing).
+the whole "step", or "nothing" (if missing). A third, `turns`, makes it that of an algorithm that learns from the
+answers that the data hold: from "all" of the assistant's turns of a conversation, or from the "last".
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Advantages: TypeAlias = list[list[Value]]
 Credit: TypeAlias = Callable[[Sequence[Group]], Advantages]
 Compares: TypeAlias = Literal["group", "step", "nothing"]
 Over: TypeAlias = Literal["trajectory", "step"]
+Turns: TypeAlias = Literal["all", "last"]
 
 
 @checked("algorithm.whiten")
@@ -188,6 +190,20 @@ class GiGPO:
             states = maths.clusters(states, owners, self.similarity)
         anchors = [(owner, object() if state is None else state) for owner, state in zip(owners, states, strict=True)]
         return maths.group_relative(returns, anchors, self.scale, self.eps)
+
+
+@checked("algorithm")
+class Demonstrated:
+    """Weight 1 on every token of the answers that the data hold.
+
+    turns: of a conversation, "all" that the assistant says is learned, or its "last" turn.
+    """
+
+    turns: Turns = "all"
+    uses_rewards: ClassVar[bool] = False
+
+    def __call__(self, groups: Sequence[Group]) -> Advantages:
+        return [[1.0 for _ in group] for group in groups]
 
 
 def flat(groups: Sequence[Group]) -> tuple[list[Trajectory], list[int]]:

@@ -223,3 +223,12 @@ class TrustRegion(Ratio):
         below, above = probability_outside(new, old, advantages, *self.clip)
         weight = mx.stop_gradient(mx.minimum(ratio, self.cap) * ~(below | above))
         return Surrogate(-advantages * weight * new, ratio, below, above)
+
+
+@checked("algorithm")
+class CrossEntropy:
+    """Cross-entropy with the tokens themselves, times their weight: l = -A log pi; there is no ratio."""
+
+    def __call__(self, new: PerToken, old: PerToken, advantages: Spread, mask: PerToken) -> Surrogate:
+        none = mx.zeros_like(new)
+        return Surrogate(-advantages * new, mx.ones_like(new), none, none)

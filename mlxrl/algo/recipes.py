@@ -18,7 +18,17 @@ from typing import Literal, TypeAlias
 from mlxrl.algo import losses
 from mlxrl.algo.advantages import Scale, leave_one_out
 from mlxrl.algo.algorithm import Term
-from mlxrl.algo.credit import GiGPO, GroupBaseline, GroupRelative, MeanRelative, Over, Returns, Whiten
+from mlxrl.algo.credit import (
+    Demonstrated,
+    GiGPO,
+    GroupBaseline,
+    GroupRelative,
+    MeanRelative,
+    Over,
+    Returns,
+    Turns,
+    Whiten,
+)
 from mlxrl.algo.losses import SAFE, Clip, Clipped, ClosedClip, Level
 from mlxrl.algo.reduce import Name
 from mlxrl.algo.table import recipe
@@ -247,4 +257,16 @@ def opd(
         reverse KL (slime, OpenClaw-RL, tinker; MiniLLM, arXiv 2306.08543), or a loss: `TeacherKL` on sampled tokens,
         `TeacherTopK` and `TeacherSurrogate` over top ids, `TeacherVocabulary` over all (GKD, arXiv 2306.13649).
     reward: weight of the advantage of `grpo` beside the teacher; 0 ignores rewards. OpenClaw-RL takes scale "raw".
+    """
+
+
+@recipe(Demonstrated(), losses.CrossEntropy())
+def sft(*, turns: Turns = "all", reduction: Reduce = "token_mean", terms: Terms = ()) -> None:
+    """Supervised fine-tuning on the answers that the data hold (InstructGPT, arXiv 2203.02155); no reward is needed.
+
+    l = -log pi;  mean over the tokens of the step's answers
+
+    An answer is the column `completion` of an example, or what the assistant says in a conversation, of which `turns`
+    names "all" or the "last"; of an example that is a text it is all but the first token. See
+    `rollout.demonstrations`. Terms that add to the loss go with it: `KL`, `Entropy`, `TeacherKL`.
     """

@@ -6,6 +6,7 @@ sequences changes a gradient. A metric whose name ends in `max` combines by maxi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -114,12 +115,18 @@ def of_mismatch(old: PerToken, sampler: PerToken, mask: PerToken, totals: Totals
     }
 
 
+def of_answers(new: PerToken, mask: PerToken, totals: Totals) -> Metrics:
+    """Mean cross-entropy in nats of tokens that the data hold, of which `finish` makes the perplexity."""
+    return {COMPUTED: token_mean(mx.ones_like(mask), mask, totals), "cross_entropy": token_mean(-new, mask, totals)}
+
+
 def finish(combined: Mapping[str, Any]) -> dict[str, float]:
     """The combined metrics of a step to what is reported: means over computed tokens, and `sampling/ess` in (0, 1].
 
     Sequences without a learning signal are counted in the denominators and never computed, so what describes computed
     tokens is divided by their share; without `computed`, as of an algorithm of one's own, everything stays as it is.
     ess = mean(w)^2 / mean(w^2), w = old/sampler: 1 where trainer and sampler agree (Kish).
+    perplexity = exp(cross_entropy), where that is there.
     """
     out = {name: float(value) for name, value in combined.items()}
     share = out.pop(COMPUTED, 1.0)
@@ -128,4 +135,11 @@ def finish(combined: Mapping[str, Any]) -> dict[str, float]:
     square = out.pop("sampling/importance_sampling_ratio/square", 0.0)
     if square > 0:
         out["sampling/ess"] = min(out["sampling/importance_sampling_ratio/mean"] ** 2 / square, 1.0)
+    if "cross_entropy" in out:
+        out["perplexity"] = perplexity(out["cross_entropy"])
     return out
+
+
+def perplexity(cross_entropy: float) -> float:
+    """exp of a mean cross-entropy in nats, infinite where that is no float."""
+    return math.exp(cross_entropy) if cross_entropy < 700 else math.inf

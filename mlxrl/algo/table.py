@@ -15,7 +15,7 @@ from mlxrl.algo.algorithm import TERMS, Algorithm, Term
 from mlxrl.algo.conventions import CONVENTIONS, MOVED
 from mlxrl.algo.credit import GiGPO, GroupBaseline, GroupRelative
 from mlxrl.checked import SettingError
-from mlxrl.errors import brief, did_you_mean
+from mlxrl.errors import UserError, brief, did_you_mean, exception_line, place_of
 from mlxrl.names import foreign
 from mlxrl.plugins import PluginError, find
 
@@ -87,7 +87,15 @@ def _dead(algorithm: Algorithm) -> dict[str, str]:
         dead |= dict.fromkeys(("scale", "eps", "whiten", "mask_truncated"), "reward is 0")
         if not any(_overrides(term, "advantage") for term in algorithm.terms):
             dead |= dict.fromkeys(_fields(algorithm.policy_loss), "reward is 0 and no term adds to the advantages")
+    if algorithm.turns is not None:
+        dead |= {term.table: "nothing is sampled" for term in algorithm.terms if _of_samples(term)}
     return dead
+
+
+def _of_samples(term: Term) -> bool:
+    """Whether a term is about tokens as they were sampled."""
+    kept = term.comparison is not None and term.comparison.support == "student"
+    return kept or _overrides(term, "advantage") or _overrides(term, "factor")
 
 
 def _overrides(term: Term, method: str) -> bool:
@@ -138,7 +146,10 @@ def _own(name: str, given: Mapping[str, Any], folder: str | Path | None) -> prot
         raise error.within("algorithm", "name") from None
     if not callable(function):
         raise PluginError("algorithm", name, f"wanted a function, got {brief(function)}")
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise PluginError("algorithm", name, "its parameters cannot be read; wrap it in a def") from None
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     _refuse_keys(name, given, signature.parameters, anything)
     arguments = _with_terms(given, signature.parameters)
@@ -146,7 +157,13 @@ def _own(name: str, given: Mapping[str, Any], folder: str | Path | None) -> prot
         signature.bind(**arguments)
     except TypeError as error:
         raise PluginError("algorithm", name, str(error)) from None
-    made = function(**arguments)
+    try:
+        made = function(**arguments)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # user code may raise anything
+        why = f"raised {exception_line(error)}{place_of(error)}"
+        raise PluginError("algorithm", name, why) from error
     if not isinstance(made, protocols.Algorithm):
         raise PluginError("algorithm", name, f"wanted a function that returns an algorithm, got {brief(made)}")
     return made

@@ -41,13 +41,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("mlxrl", description="Reinforcement-learning post-training on MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for add in (_train, _eval, _plan, _runs, _show, _cancel, _verify, _lineage, _fuse, _export):
+    for add in (_train, _sft, _eval, _plan, _runs, _show, _cancel, _verify, _lineage, _fuse, _export):
         add(commands)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
         from mlxrl.runs.facts import versions
 
-        parser.exit(0, ", ".join(f"{name} {version}" for name, version in versions().items()) + "\n")
+        print(", ".join(f"{name} {version}" for name, version in versions().items()))
+        parser.exit()
     if hasattr(arguments, "overrides"):
         _locate_config(commands.choices[arguments.command], arguments)
     if unknown := next((word for word in rest if word.startswith("-")), None):
@@ -75,10 +76,19 @@ def _locate_config(parser: Parser, arguments: argparse.Namespace) -> None:
 
 
 def _train(commands: Any) -> None:
-    train = _with_config(commands, "train", "train adapters as a config says")
-    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, with its config")
-    train.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
-    _memory(train)
+    _trains(_with_config(commands, "train", "train adapters as a config says"))
+
+
+def _sft(commands: Any) -> None:
+    sft = _with_config(commands, "sft", "train adapters on the answers that a config's data hold")
+    sft.set_defaults(defaults={"algorithm": {"name": "sft"}})
+    _trains(sft)
+
+
+def _trains(command: Parser) -> None:
+    command.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, with its config")
+    command.add_argument("--dry-run", action="store_true", help="check the config and print what would be done")
+    _memory(command)
 
 
 def _eval(commands: Any) -> None:

@@ -12,7 +12,7 @@ from mlxrl.runs import facts
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import RunFolder, near
 from mlxrl.store import located
-from mlxrl.text import safe
+from mlxrl.text import evaluated, safe
 from mlxrl.train.comparison import Scores
 
 
@@ -29,9 +29,7 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
     policy = experiment.load(trained=False, adapter=adapter)
     found = experiment.evaluate(policy, experiment.held_out, step, config.evaluation.samples)
     numbers = found.summary(config.evaluation.success)
-    passes = "".join(f", {key} {value:.4f}" for key, value in numbers.items() if key.startswith("pass@"))
-    line = f"accuracy {numbers['accuracy']:.4f}, mean reward {numbers['mean_reward']:.4f}{passes}"
-    print(f"{safe(near(adapter or 'without adapter'))}: {line}, {numbers['n']} examples")
+    print(f"{safe(near(adapter or 'without adapter'))}: {evaluated(numbers, digits=4)}")
     if warning := numbers.get("warning"):
         print(safe(warning))
     if folder is None or not name:
@@ -58,8 +56,10 @@ def _reproduced(folder: RunFolder, recorded: Mapping[str, Any], name: str, found
         return 0
     scores = Scores.of_json(recorded["scores"][name])
     if scores.as_json() == found.as_json():
-        samples = f" and {len(scores.samples[0])} samples of each" if scores.samples else ""
-        print(f"equal to what the run recorded {when}: {len(scores.rewards)} rewards{samples}")
+        parts = [f"{len(scores.rewards)} rewards"] if scores.rewards else []
+        parts += [f"{len(scores.samples[0])} samples of each"] if scores.samples else []
+        parts += [f"the losses of {len(scores.answers.losses)} examples"] if scores.answers else []
+        print(f"equal to what the run recorded {when}: {' and '.join(parts)}")
         return 0
     print(f"not what the run recorded {when}: {_difference(folder, recorded, name, scores, found)}")
     return 1
@@ -69,8 +69,9 @@ def _difference(folder: RunFolder, recorded: Mapping[str, Any], name: str, score
     if scores.examples != found.examples:
         return "the examples are others"
     before, now = scores.as_json(), found.as_json()
-    rewards = sum(one != other for one, other in zip(before["rewards"], now["rewards"], strict=True))
-    what = f"{rewards} of {len(found.rewards)} rewards differ; accuracy {recorded[name]['accuracy']:.4f}"
+    key = "rewards" if scores.rewards else "losses"
+    others = sum(one != other for one, other in zip(before[key], now[key], strict=True))
+    what = f"{others} of {len(now[key])} {key} differ; {evaluated(recorded[name], digits=4)}"
     weights = folder.adapters / "adapters.safetensors"
     if name == "after" and facts.digest(weights) != recorded.get("adapter"):
         return f"{what}; {near(weights)} is another file"

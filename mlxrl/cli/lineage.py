@@ -41,10 +41,11 @@ def _held_out(evaluation: Mapping[str, Any]) -> str:
     """What is known of the held-out examples, before and after training."""
     if evaluation.get("state") == "not_run":
         return f"not evaluated: {evaluation.get('reason')}"
-    before, after = (_accuracy(evaluation.get(when)) for when in ("before", "after"))
-    return f"held-out accuracy {before} -> {after}"
+    name = "loss" if "loss_difference" in evaluation and "difference" not in evaluation else "accuracy"
+    before, after = (_number(evaluation.get(when), name) for when in ("before", "after"))
+    return f"held-out {name} {before} -> {after}"
 
 
-def _accuracy(summary: Any) -> str:
-    value = summary.get("accuracy") if isinstance(summary, Mapping) else None
+def _number(summary: Any, name: str) -> str:
+    value = summary.get(name) if isinstance(summary, Mapping) else None
     return f"{value:.3f}" if isinstance(value, int | float) else "-"

@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return import_module(f"mlxrl.cli.{arguments.command}").command(arguments)
     from mlxrl.config import read
 
-    settings, origin = read(arguments.config, arguments.overrides)
+    settings, origin = read(arguments.config, arguments.overrides, getattr(arguments, "defaults", {}))
     arguments.directory = Path.cwd()  # before user code changes it
     arguments.free = arguments.directory / "runs" / Path(arguments.config).stem
     require_backend()

@@ -18,6 +18,7 @@ from mlxrl.errors import UserError
 from mlxrl.files import read_lines
 from mlxrl.policy.skeleton import Skeleton, skeleton
 from mlxrl.rollout.chat import render, start_chat, too_long
+from mlxrl.rollout.demonstrations import Rules, demonstrable, demonstration
 from mlxrl.rollout.environment import EnvironmentHandle, Factory, prepare
 from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.workers import Workers
@@ -28,6 +29,7 @@ from mlxrl.text import size
 from mlxrl.train.batch import TOKENS_PER_PASS
 from mlxrl.train.memory_plan import Work, constant, passes, rollout
 from mlxrl.train.optimizer import make_optimizer
+from mlxrl.train.sequences import sequences_of
 from mlxrl.types import Task
 
 PARTS = ("load", "rollout", "update")
@@ -70,6 +72,8 @@ class Plan:
         def measure(part: str, work: Work) -> dict[str, int]:
             if part == "load":
                 return {**always, "optimizer": 0, "files": whole.loading}
+            if part == "rollout" and learned is not None and not experiment.rewards.functions:
+                return dict(always)  # nothing is sampled
             if part == "rollout":
                 found = rollout(whole, config.lora, work, config.sampling, algorithm)
             else:
@@ -80,10 +84,14 @@ class Plan:
             name = max(found, key=lambda name: found[name])
             return {**always, name: max(0, round(found[name]))}
 
-        memory = memory or config.memory.limit
+        memory, context = memory or config.memory.limit, context_of(whole.model)
+        most = round(memory * GB) if memory else available()
+        if (learned := experiment.learned(whole.model)) is not None:
+            found = demonstrable(whole.tokenizer, experiment.tasks, learned)
+            longest = longest_answer(whole.tokenizer, found.tasks, learned)
+            return cls(config, most, partial(learning, longest=longest, context=context), measure, found.line)
         prompt, left_out = longest_that_fits(experiment, whole, teacher or whole)
-        work = partial(Work.of, prompt=prompt, context=context_of(whole.model))
-        return cls(config, round(memory * GB) if memory else available(), work, measure, left_out)
+        return cls(config, most, partial(Work.of, prompt=prompt, context=context), measure, left_out)
 
     def with_(self, chosen: Mapping[str, Any]) -> Plan:
         """The plan with other settings, by their dotted names."""
@@ -110,6 +118,22 @@ class Plan:
     def fits(self, *parts: str) -> bool:
         """Whether parts fit, all of them where none is named."""
         return all(self.peak(part) <= self.memory for part in parts or PARTS)
+
+
+def longest_answer(tokenizer: Any, tasks: Sequence[Task], rules: Rules) -> tuple[int, int, int]:
+    """Of the longest of the first examples: tokens of its prompt, tokens after it, how many of these are learned."""
+    sizes: list[tuple[int, int, int]] = []
+    for task in tasks[:RENDERED]:
+        for one in sequences_of(0, demonstration(tokenizer, task, rules), 1.0):
+            sizes.append((len(one.prompt), one.length, int(one.mask.sum())))
+    return max(sizes, key=lambda size: size[0] + size[1])
+
+
+def learning(config: Config, longest: tuple[int, int, int], context: int | None) -> Work:
+    """What a step does that learns from answers, and an evaluation that samples."""
+    prompt, tokens, learned = longest
+    work = Work.of(config, prompt, context)
+    return replace(work, group=1, rows=config.rollout.max_rows, trained=tokens, sampled=learned)
 
 
 def longest_prompt(experiment: Experiment, tokenizer: Any, tasks: Sequence[Task]) -> int:

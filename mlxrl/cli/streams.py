@@ -21,6 +21,14 @@ class Tolerant(io.FileIO):
             return len(data)
 
 
+class Open(io.TextIOWrapper):
+    """A stream that user code cannot close."""
+
+    def close(self) -> None:
+        """Write what is held back."""
+        self.flush()
+
+
 @contextmanager
 def tolerant() -> Generator[None]:
     """A block in which standard output and standard error are tolerant, and write signs they do not have as escapes."""
@@ -54,4 +62,4 @@ def _tolerant(stream: Any, descriptor: int) -> Any:
         return stream
     encoding = getattr(stream, "encoding", None) or "utf-8"
     raw = io.BufferedWriter(Tolerant(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=raw.isatty() or descriptor == 2)
+    return Open(raw, encoding, "backslashreplace", line_buffering=raw.isatty() or descriptor == 2)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlxrl.cli import plan
 from mlxrl.cli.trial import Trial, trial
@@ -42,12 +43,15 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
         models = Models.of(experiment)
         folder = claim(path, experiment.toml_in) if config.run.folder else claim_free(free, experiment.toml_in)
         with folder.locked():
-            command = ["mlxrl", "train", "--config", arguments.config, *arguments.overrides]
-            folder.record(
-                command=command, seed=config.seed, versions=facts.versions(), device=facts.device(),
-                data=facts.data_digests(experiment),
-            )  # fmt: skip
+            command = ["mlxrl", arguments.command, "--config", arguments.config, *arguments.overrides]
+            folder.record(command=command, **_facts(experiment))
             return models.run(experiment.within(folder.path), folder, shutdown, lines)
+
+
+def _facts(experiment: Experiment) -> dict[str, Any]:
+    """What a run begins with, besides its models."""
+    data = facts.data_digests(experiment)
+    return {"seed": experiment.config.seed, "versions": facts.versions(), "device": facts.device(), "data": data}
 
 
 def _resume(experiment: Experiment, arguments: argparse.Namespace) -> int:
@@ -61,6 +65,7 @@ def _resume(experiment: Experiment, arguments: argparse.Namespace) -> int:
             return 0
         models = Models.of(experiment)
         begin(folder, experiment, found)
+        folder.record(**{**_facts(experiment), **folder.manifest()})  # what a kill has kept it from writing
         return models.run(experiment, folder, shutdown, found.lines(), found.checkpoint)
 
 

@@ -13,6 +13,7 @@ from mlxrl.policy.lora import Adapted
 from mlxrl.policy.skeleton import NotHere, Skeleton, outline, skeleton
 from mlxrl.rewards import score
 from mlxrl.rollout.chat import Fitting, check_thinking, fitting
+from mlxrl.rollout.demonstrations import demonstrable
 from mlxrl.rollout.environment import EnvironmentHandle, prepare
 from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.stop_rules import rules_of
@@ -83,6 +84,11 @@ def _prompts(experiment: Experiment, model: Skeleton, teacher: Skeleton | None) 
     sampling = experiment.config.sampling
     rules_of(model.tokenizer, sampling)
     check_thinking(model.tokenizer, sampling.thinking, "sampling")
+    if (learned := experiment.learned(model.model)) is not None:
+        experiment.require_tasks(demonstrable(model.tokenizer, experiment.tasks, learned))
+        for some in (experiment.held_out, experiment.validation):
+            demonstrable(model.tokenizer, some, learned)
+        return
     if experiment.environment is not None:
         return
     experiment.require_tasks(fitting_examples(experiment, model, teacher))
@@ -127,7 +133,7 @@ def _environment(experiment: Experiment, tokenizer: Any) -> Iterator[str]:
     elif hasattr(getattr(factory, "func", factory), "prepare"):
         yield "the environment: tried once the model is on this machine"
         return
-    handle = EnvironmentHandle(factory, experiment.tasks[0])
+    handle = EnvironmentHandle(factory, experiment.completed[0])
     with Workers(limits.timeout) as workers:
         call = workers.submit(handle.reset, handle)
         workers.wait(grace=None)
@@ -144,7 +150,10 @@ def _rewards(experiment: Experiment) -> Iterator[str]:
 
     A function may raise for a completion that it cannot read. One that raises for all of them is a fault.
     """
-    task, rewards = experiment.tasks[0], experiment.rewards
+    rewards = experiment.rewards
+    if not rewards.functions:
+        return
+    task = experiment.completed[0]
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         group = tuple(_completed(task, text) for text in _completions(task))
         try:

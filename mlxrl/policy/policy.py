@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxrl import settings
-from mlxrl.checked import keywords
+from mlxrl.checked import Seed, checked_value, keywords
 from mlxrl.errors import UserError, exception_line, one_line, require_open_files
 from mlxrl.files import expanded
 from mlxrl.policy import adapter_folder
@@ -40,7 +40,7 @@ class Policy:
     model: an mlx-lm model; tokenizer: mlx-lm's wrapper; head: the model in two parts; lora: None for a frozen model;
     shares_prefix: whether its caches can carry a shared prompt through the gradient; needs_caches: whether passes need
     them for any sequence; source: what it was loaded from.
-    start: the adapters' leaves that training goes on from, by name; None where it begins from the base model.
+    start: the adapters' leaves of the reference, by name, those that training goes on from; None for the base model.
     initial: the adapters' leaves as they were put on or read, by name.
     memo: what other parts find out or compile once for the model, by the name of what it is.
     """
@@ -123,6 +123,7 @@ def load(
     lora: LoRA | None = LoRA(),
     dtype: settings.Dtype | None = None,
     adapter: str | Path | None = None,
+    reference: settings.Reference | None = None,
     seed: int = 0,
 ) -> Policy:
     """Load a Hugging Face id, an mlx-lm folder or a llama `.gguf` file, and put LoRA adapters on it.
@@ -132,11 +133,14 @@ def load(
         dtype: of the weights; None keeps that of the files. A `.gguf` file is dequantised to it.
         adapter: a folder that a run, mlx-lm or PEFT has saved, or `sha256:DIGEST` of the store, whose weights and
             settings are taken over in place of `lora`.
+        reference: what divergences are from: the "start", which is the model with the adapter as it was loaded, or the
+            "base" model without one; None is the start.
         seed: of the adapters' initial values.
     Raises:
         UserError: the model cannot be had, or a key of `lora` matches nothing.
     """
-    checked = settings.Model(id=id, dtype=dtype)
+    checked = settings.Model(id=id, dtype=dtype, reference=reference)
+    seed = checked_value("load", "seed", Seed, seed)
     saved = None if adapter is None else adapter_folder.read(adapter)
     lora = lora if saved is None else adapter_folder.taken_over(lora, saved)
     model, tokenizer = _read(checked.id, None if checked.dtype is None else getattr(mx, checked.dtype))
@@ -146,7 +150,8 @@ def load(
         return loaded
     adapter_folder.warn_of_other_model(saved, id)
     adapter_folder.fill(model, saved)
-    return replace(loaded, start=dict(saved.weights), initial=dict(leaves(model.trainable_parameters())))
+    initial = dict(leaves(model.trainable_parameters()))
+    return replace(loaded, start=None if reference == "base" else dict(saved.weights), initial=initial)
 
 
 def _require_tokens(policy: Policy) -> None:

@@ -64,6 +64,8 @@ def rewards_of(given: RewardLike) -> Rewards:
     if isinstance(given, Rewards):
         return given
     if not isinstance(given, settings.Reward):
+        if given is not None and not callable(given) and not isinstance(given, list | tuple):
+            raise RewardError("reward", f"wanted a function, a list of functions or Reward(...), got {brief(given)}")
         given = settings.Reward(functions=() if given is None else (given,) if callable(given) else tuple(given))
     functions = tuple(map(_found, given.functions))
     call = Call(given.timeout, given.special_tokens, given.retry_each)

@@ -69,13 +69,13 @@ def start_chat(
     """
     if is_token_ids(observation):
         return Chat(ids=tuple(observation))  # pyright: ignore
-    chat = Chat(_messages(observation), thinking=thinking, tools=tuple(tools))
+    chat = Chat(checked_messages(observation), thinking=thinking, tools=tuple(tools))
     if tokenizer.has_chat_template:
-        chat = replace(chat, text=_templated(tokenizer, chat))
-        ids = _encoded(tokenizer, "prompt", chat.text)
+        chat = replace(chat, text=templated(tokenizer, chat))
+        ids = encoded(tokenizer, "prompt", chat.text)
     elif isinstance(observation, str):
         begun = tokenizer.bos_token is not None and observation.startswith(tokenizer.bos_token)
-        ids = _encoded(tokenizer, "prompt", observation, add_special_tokens=not begun)
+        ids = encoded(tokenizer, "prompt", observation, add_special_tokens=not begun)
     else:
         raise PromptError("prompt", "the tokenizer has no chat template; wanted a string, got messages")
     if not ids:
@@ -98,14 +98,14 @@ def continue_chat(
         if not isinstance(observation, str):
             why = "the prompt is token ids" if tokenizer.has_chat_template else "the tokenizer has no chat template"
             raise PromptError("observation", f"{why}; wanted a string, got messages")
-        return replace(chat, ids=_encoded(tokenizer, "observation", observation))
-    new, before = _messages(observation), chat.text
-    chat = replace(chat, messages=(*_answered(chat.messages, reply), *new))
-    text = _templated(tokenizer, chat)
+        return replace(chat, ids=encoded(tokenizer, "observation", observation))
+    new, before = checked_messages(observation), chat.text
+    chat = replace(chat, messages=(*answered(chat.messages, reply), *new))
+    text = templated(tokenizer, chat)
     if (tail := _after(text, before, reply)) is not None:
         ids = _without_stop(tokenizer, tail, tokens[-1] if stopped else None)
         return replace(chat, ids=ids, text=text, history_rewritten=False, new_suffix=0)
-    ids = _encoded(tokenizer, "observation", text)
+    ids = encoded(tokenizer, "observation", text)
     suffix = _new_suffix(tokenizer, chat, text, ids, len(new))
     return replace(chat, ids=ids, text=text, history_rewritten=True, new_suffix=suffix)
 
@@ -118,7 +118,7 @@ def check_thinking(tokenizer: Any, thinking: bool | None, *where: str) -> None:
 
 def is_token_ids(observation: Observation) -> bool:
     """Whether a prompt is token ids."""
-    return not isinstance(observation, str) and len(observation) > 0 and isinstance(observation[0], int)
+    return not isinstance(observation, str) and len(observation) > 0 and type(observation[0]) is int
 
 
 def too_long(length: int, context: int, what: str = "a prompt") -> str:
@@ -174,7 +174,7 @@ def observed(observation: Observation) -> str:
     return observation if isinstance(observation, str) else "\n".join(map(text_of, observation))
 
 
-def _answered(messages: tuple[Message, ...], reply: str) -> tuple[Message, ...]:
+def answered(messages: tuple[Message, ...], reply: str) -> tuple[Message, ...]:
     """The messages with a reply, which continues the last one where that is the assistant's."""
     if not is_begun(messages):
         return (*messages, {"role": "assistant", "content": reply})
@@ -189,8 +189,8 @@ def _new_suffix(tokenizer: Any, chat: Chat, text: str, ids: tuple[int, ...], cou
     messages = list(chat.messages)
     other = "1" if text_of(messages[-count]).strip().startswith("0") else "0"
     messages[-count] = {**messages[-count], "content": other}
-    changed = _templated(tokenizer, replace(chat, messages=tuple(messages)))
-    tail = _encoded(tokenizer, "observation", text[_common_start(text, changed) :])
+    changed = templated(tokenizer, replace(chat, messages=tuple(messages)))
+    tail = encoded(tokenizer, "observation", text[_common_start(text, changed) :])
     return _common_start(ids[:0:-1], tail[::-1])
 
 
@@ -219,32 +219,41 @@ def _without_stop(tokenizer: Any, tail: str, stop_id: int | None) -> tuple[int, 
     """The ids of what follows a reply, without the stop token where the sequence holds it already."""
     stop = "" if stop_id is None else tokenizer.decode([stop_id])
     if not stop or not tail.lstrip().startswith(stop):
-        return _encoded(tokenizer, "observation", tail)
-    ids = _encoded(tokenizer, "observation", tail.lstrip())
-    return ids[1:] if ids[0] == stop_id else _encoded(tokenizer, "observation", tail.lstrip().removeprefix(stop))
+        return encoded(tokenizer, "observation", tail)
+    ids = encoded(tokenizer, "observation", tail.lstrip())
+    return ids[1:] if ids[0] == stop_id else encoded(tokenizer, "observation", tail.lstrip().removeprefix(stop))
 
 
-def _messages(observation: Any) -> tuple[Message, ...]:
+def checked_messages(observation: Any) -> tuple[Message, ...]:
     try:
         return text_messages(observation) if isinstance(observation, str) else messages_of(observation)
     except UserError as error:
         raise PromptError("prompt", *error.parts) from None
 
 
-def _templated(tokenizer: Any, chat: Chat) -> str:
+def templated(tokenizer: Any, chat: Chat) -> str:
     """The text that the chat template makes of a conversation, ready for the model to answer or to continue."""
+    messages, begun = chat.messages, is_begun(chat.messages)
+    if begun and not messages[-1]["content"].strip():
+        messages, begun = messages[:-1], False  # nothing to be continued
+    return written(tokenizer, replace(chat, messages=messages), answering=not begun, continuing=begun)
+
+
+def written(tokenizer: Any, chat: Chat, *, answering: bool = False, continuing: bool = False) -> str:
+    """The text that the chat template makes of a conversation, as a whole where neither is so.
+
+    answering: the beginning of the assistant's next message stands at its end; continuing: its last message is open.
+    """
     check_thinking(tokenizer, chat.thinking)
     switch = {} if chat.thinking is None else {str(_switch(tokenizer)): chat.thinking}
     tools = {"tools": [dict(tool) for tool in chat.tools]} if chat.tools else {}
-    messages, begun = list(chat.messages), is_begun(chat.messages)
-    if begun and not messages[-1]["content"].strip():
-        messages, begun = messages[:-1], False  # nothing to be continued
     try:
         return _rendered(
-            tokenizer, messages, add_generation_prompt=not begun, continue_final_message=begun, **switch, **tools
-        )
+            tokenizer, chat.messages, add_generation_prompt=answering, continue_final_message=continuing, **switch,
+            **tools,
+        )  # fmt: skip
     except Exception as error:  # a template is a program of the model's, and may raise anything
-        content = str(chat.messages[-1].get("content"))[:80]
+        content = str(chat.messages[-1].get("content"))[:80] if chat.messages else ""
         raise PromptError(f"prompt {content!r}", f"the chat template refuses it: {message_of(error)}") from error
 
 
@@ -275,7 +284,7 @@ def _switch_of(tokenizer: Any, template: str) -> str | None:
     return next((name for name in SWITCHES if renders(name, True) != renders(name, False)), None)
 
 
-def _encoded(tokenizer: Any, what: str, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
+def encoded(tokenizer: Any, what: str, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
     try:
         return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens))
     except TypeError as error:  # the tokenizer's word for text that is not Unicode

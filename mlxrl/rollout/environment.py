@@ -78,6 +78,9 @@ class EnvironmentHandle:
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: wanted True or False, got {brief(flag)}")
+        fault: Any = feedback.fault
+        if not isinstance(fault, str):
+            raise TypeError(f"fault: wanted a text, got {brief(fault)}")
         try:
             hash(feedback.state)  # algorithms look states up
         except TypeError:

@@ -9,7 +9,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlxrl.checked import keywords
+from mlxrl.checked import checked_value, keywords
 from mlxrl.data import Source, as_tasks
 from mlxrl.errors import UserError
 from mlxrl.policy.modes import decoding
@@ -22,7 +22,7 @@ from mlxrl.rollout.episodes import Episodes
 from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.stop_rules import Processor
 from mlxrl.rollout.workers import Workers
-from mlxrl.settings import EpisodeLimits, Sampling
+from mlxrl.settings import EpisodeLimits, Sampling, Some
 from mlxrl.types import Group, Task
 
 MIN_BATCH_FRACTION = 0.25
@@ -123,15 +123,14 @@ def found_once(policy: Policy, tasks: Sequence[Task], key: object, find: Callabl
     fitted = find()
     if isinstance(tasks, tuple):
         known[:] = [*known[-3:], (tasks, key, fitted)]  # of training, of its teacher, of validation and evaluation
-    if fitted.left_out:
+    if fitted.line:
         warnings.warn(fitted.line, stacklevel=4)
     return fitted
 
 
 def check_sample(group_size: int, environment: Factory | None, limits: EpisodeLimits) -> None:
     """UserError for arguments of `sample` that are wrong or without effect."""
-    if group_size < 1:
-        raise UserError("sample", "group_size", f"wanted at least 1, got {group_size}")
+    checked_value("sample", "group_size", Some, group_size)
     changed = [one.name for one in fields(limits) if getattr(limits, one.name) != one.default]
     if environment is None and changed:
         raise UserError("sample", f"{changed[0]} has no effect without an environment")

@@ -127,7 +127,8 @@ class Evaluations:
             found.append(f"ended     no improvement on data.validation in {run.patience} evaluations")
         if self._keeps_best and chosen.best is not None:
             place = f"after step {chosen.step}" if chosen.step else "before training"
-            found.append(f"best      {place}: mean reward {chosen.best.mean:.3f} on data.validation")
+            ((name, value),) = chosen.best.measure.items()
+            found.append(f"best      {place}: {name.replace('_', ' ')} {value:.3f} on data.validation")
         return found
 
     @property
@@ -231,7 +232,7 @@ class Evaluations:
         """Write evaluation.json; what is said of every example comes last."""
         chosen = self.selection
         if chosen.best is not None:
-            made = {"best_step": chosen.step, "mean_reward": chosen.best.mean, "evaluations_since": chosen.since}
+            made = {"best_step": chosen.step, **chosen.best.measure, "evaluations_since": chosen.since}
             self.report["validation"] = made
         last = {name: self.report.pop(name) for name in ("scores",) if name in self.report}
         self.report |= last

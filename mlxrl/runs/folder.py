@@ -25,6 +25,8 @@ from mlxrl.files import append_lines, write_json, write_text
 
 State = Literal["configured", "running", "cancelled", "interrupted", "failed", "succeeded"]
 """cancelled: ended at a step boundary when asked to. interrupted: stopped at once, or killed while running."""
+KINDS = {"model": dict, "teacher": dict, "versions": dict, "device": dict, "data": list}
+"""What the facts in a manifest are, where it is read again."""
 LOCK, CANCEL = "lock", "cancel"
 """The file that the process of a run locks, and the one that asks it to end."""
 
@@ -67,12 +69,13 @@ class RunFolder:
         return shlex.join(["mlxrl", "train", "--resume", near(self.path)])
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest as it stands; empty where there is none that can be read."""
+        """The manifest as it stands, what cannot be read of it left out."""
         try:
             found = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        known: dict[str, Any] = found if isinstance(found, dict) else {}
+        return {name: value for name, value in known.items() if isinstance(value, KINDS.get(name, object))}
 
     def state(self) -> str:
         """The run's state. One whose process is gone is interrupted, whatever it could not write down."""

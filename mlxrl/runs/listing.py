@@ -16,11 +16,14 @@ from mlxrl.toml import parsed
 WIDTH = 200
 """Characters of a completion that are shown."""
 SAMPLES = 4
+NUMBERS = ("accuracy", "mean_reward", "loss", "perplexity")
+"""Of an evaluation, those that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run in a line. step: taken, of `steps`; reward: of the last step; held_out: accuracy before and last."""
+    """A run in a line. step: taken, of `steps`; reward: of the last step; held_out: accuracy before and last, or the
+    loss on answers of the data where there is none."""
 
     folder: str
     state: str
@@ -37,12 +40,12 @@ class RunSummary:
         """The summary of a run's folder, of which every file may be missing or damaged."""
         config, manifest, metrics = _config(folder), folder.manifest(), read_lines(folder.path / "metrics.jsonl")
         last: Mapping[str, Any] = metrics[-1] if metrics else {}
-        accuracies = [event.get("accuracy") for event in read_lines(folder.path / "events.jsonl")
+        scores = [event.get("accuracy", event.get("loss")) for event in read_lines(folder.path / "events.jsonl")
                       if event.get("event") == "evaluation"]  # fmt: skip
         return cls(
             near(folder.path), folder.state(), Path(str(_of(config, "model", "id"))).name,
             str(_of(config, "algorithm", "name")), int(last.get("step", 0)), int(config.get("steps", 0)),
-            last.get("reward"), (accuracies[0], accuracies[-1]) if accuracies else (None, None),
+            last.get("reward"), (scores[0], scores[-1]) if scores else (None, None),
             str(manifest.get("started", "")),
         )  # fmt: skip
 
@@ -78,9 +81,10 @@ def described(folder: RunFolder) -> Iterator[str]:
     yield HEADING
     yield one.line()
     metrics = read_lines(folder.path / "metrics.jsonl")
-    rewards = [line["reward"] for line in metrics if isinstance(line.get("reward"), int | float)]
-    if rewards:
-        yield f"reward    {rewards[0]:.3f} {sparkline(rewards)} {rewards[-1]:.3f}"
+    name = "loss" if any("perplexity" in line for line in metrics) else "reward"
+    course = [line[name] for line in metrics if isinstance(line.get(name), int | float)]
+    if course:
+        yield f"{name:<8}  {course[0]:.3f} {sparkline(course)} {course[-1]:.3f}"
     yield from _evaluations(folder)
     events = read_lines(folder.path / "events.jsonl")
     if why := next((event["error"] for event in reversed(events) if event.get("error")), ""):
@@ -95,15 +99,20 @@ def described(folder: RunFolder) -> Iterator[str]:
 def _evaluations(folder: RunFolder) -> Iterator[str]:
     events = [event for event in read_lines(folder.path / "events.jsonl") if event.get("event") == "evaluation"]
     for when, event in {event.get("when"): event for event in events}.items():  # the last one, of a resumed run
-        numbers = f"accuracy {event.get('accuracy')}, mean reward {event.get('mean_reward')}, {event.get('n')} examples"
-        yield safe(f"held-out  {when}: {numbers}")
+        numbers = "".join(f"{key.replace('_', ' ')} {event[key]}, " for key in NUMBERS if key in event)
+        yield safe(f"held-out  {when}: {numbers}{event.get('n')} examples")
     found = folder.evaluation()
     if found.get("difference") is not None:
         low, high = found["interval"]
         counts = ", ".join(f"{found[name]} {name}" for name in ("improved", "worsened", "equal"))
         yield f"held-out  difference {found['difference']:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}, {counts}"
+    if found.get("loss_difference") is not None:
+        low, high = found["loss_interval"]
+        yield f"held-out  loss difference {found['loss_difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}"
     if chosen := found.get("validation"):
-        yield f"best      after step {chosen['best_step']}: mean reward {chosen['mean_reward']:.3f} on data.validation"
+        name = "mean_reward" if "mean_reward" in chosen else "loss"
+        value = f"{name.replace('_', ' ')} {chosen[name]:.3f}"
+        yield f"best      after step {chosen['best_step']}: {value} on data.validation"
 
 
 def _config(folder: RunFolder) -> Mapping[str, Any]:

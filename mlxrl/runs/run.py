@@ -133,7 +133,8 @@ class Run:
     def _write(self, step: Step) -> None:
         """Hand a step to the sinks, and note what went wrong in it."""
         if not step.metrics.get("updates") and not step.metrics.get("updates/skipped"):
-            counts = {name: step.metrics[name] for name in ("groups/sampled", "groups/used", "rollout/rounds")}
+            names = ("groups/sampled", "groups/used", "rollout/rounds")
+            counts = {name: step.metrics[name] for name in names if name in step.metrics}
             self.folder.event("no signal", step=step.number, **counts)
         for failed in failures_of([one for group in step.sampled or step.groups for one in group]):
             self.folder.event("unscored", step=step.number, **asdict(failed))
@@ -226,7 +227,7 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
     """What a run is and does, as labelled lines for people. trainable: parameters, where the model is loaded."""
     config, table = experiment.config, experiment.table
     rollout, train, lora = config.rollout, config.train, config.lora
-    count = rollout.tasks_per_step * rollout.group_size
+    count, learned = rollout.tasks_per_step * rollout.group_size, "answers" in experiment.algorithm.needs
     turns = " a turn" if experiment.environment is not None else ""
     rounds = f", at most {times(rollout.resampling_rounds, 'resampling round')}" if rollout.resampling_rounds else ""
     held_out = (
@@ -236,24 +237,29 @@ def summary(experiment: Experiment, trainable: int | None = None) -> list[tuple[
     parameters = f": {trainable:,} trainable parameters" if trainable else ""
     kind = "DoRA" if lora.dora else "LoRA"
     start = f", from {near(config.model.adapter)}" if config.model.adapter else ""
+    sampled = (
+        f"{rollout.tasks_per_step} prompts x {rollout.group_size} completions = {count} completions of at most "
+        f"{config.sampling.max_tokens} tokens{turns}{rounds}"
+    )
+    updates = times(train.updates_per_rollout * train.minibatches, "update")
     lines = [
         ("model", f"{near(config.model.id)}{f' ({config.model.dtype})' if config.model.dtype else ''}"),
         ("adapters", f"{kind} rank {lora.rank}, scale {lora.scale:g}{parameters}{start}"),
         ("data", f"{len(experiment.tasks):,} examples of {near(config.data.train)}{held_out}"),
         ("environment", _environment(experiment)),
-        ("reward", ", ".join(map(_reward, config.reward.functions, experiment.rewards.functions)) or "none"),
+        ("reward", _rewards(experiment)),
         ("algorithm", f"{experiment.algorithm.name}({arguments})"),
         ("teacher", _teacher(experiment)),
-        (
-            "a step",
-            f"{rollout.tasks_per_step} prompts x {rollout.group_size} completions = {count} completions of at most "
-            f"{config.sampling.max_tokens} tokens{turns}{rounds}, "
-            f"{times(train.updates_per_rollout * train.minibatches, 'update')}",
-        ),
+        ("a step", f"{'answers of ' + times(rollout.tasks_per_step, 'example') if learned else sampled}, {updates}"),
         ("memory", without_effect(config.memory)),
         ("a run", f"{config.steps} steps{_evaluations(experiment)}, in {near(config.run.folder or '')}"),
     ]
     return [(label, value) for label, value in lines if value]
+
+
+def _rewards(experiment: Experiment) -> str:
+    named = map(_reward, experiment.config.reward.functions, experiment.rewards.functions)
+    return ", ".join(named) or ("" if "answers" in experiment.algorithm.needs else "none")
 
 
 def _reward(name: object, function: object) -> str:

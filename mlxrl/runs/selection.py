@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxrl.train.comparison import Scores, compare
+from mlxrl.train.comparison import Scores, compare, gain, gain_interval
 
 COUNTS = ("step", "since", "accepted", "evaluated")
 
@@ -40,16 +40,17 @@ class Selection:
     def judged(self, step: int, scores: Scores, margin: float | None = None) -> tuple[Selection, dict[str, Any]]:
         """The selection after an evaluation, and what was found: `compare` of it with the best, and the decision.
 
-        An adapter is the best where its mean reward is higher than that of the best so far on the same examples. With
+        An adapter is the best where its mean reward is higher than that of the best so far on the same examples, or,
+        where there are no rewards, its loss on their answers lower. With
         a margin it is "rejected" where the upper bound of the difference's 95 % interval lies below -margin: where it
         has lost more than the margin beyond what chance explains. Else it is "accepted".
         """
         if self.best is None:
             return Selection(scores, step, 0, step, step), {"best_step": step}
         found = compare(self.best, scores)
-        rejected = margin is not None and found["interval"][1] < -margin
+        rejected = margin is not None and gain_interval(found)[1] < -margin
         after = replace(self, since=self.since + 1, evaluated=step, accepted=self.accepted if rejected else step)
-        if found["difference"] > 0:
+        if gain(found) > 0:
             after = replace(after, best=scores, step=step, since=0)
         decision = {} if margin is None else {"decision": "rejected" if rejected else "accepted", "margin": margin}
         return after, {**found, **decision, "best_step": after.step}

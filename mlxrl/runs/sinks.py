@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxrl.awaiting import is_async
 from mlxrl.errors import UserError, brief, exception_line
 from mlxrl.files import append_lines, extend_last_line
 from mlxrl.rewards import best_and_worst
@@ -86,6 +87,8 @@ class UserSink(Sink):
         if not self._methods:
             why = f"wanted a function of a step, or an object with {', '.join(METHODS)}, got {brief(given)}"
             raise UserError(f"{name!r}", why)
+        if waiting := next((method for method, function in self._methods.items() if is_async(function)), None):
+            raise UserError(f"{name!r}", f"{waiting} is async; wanted a plain function, which a run waits for")
 
     def begin(self, run: Description) -> None:
         """Hand it on."""

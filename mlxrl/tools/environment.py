@@ -72,6 +72,8 @@ class Tools:
         if callable(self.functions):
             name = getattr(self.functions, "__name__", type(self.functions).__name__)
             raise ToolError("tools", f"wanted a list of functions, got a function; write Tools([{name}])")
+        if not isinstance(self.functions, list | tuple):
+            raise ToolError("tools", f"wanted a list of functions, got {brief(self.functions)}")
         tools = [tool_of(function) for function in self.functions]
         if not tools:
             raise ToolError("tools", "wanted at least one function, got none")

@@ -11,17 +11,19 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrl.algo.algorithm import not_predicted, num_top
+from mlxrl.checked import keywords
 from mlxrl.protocols import Algorithm
 from mlxrl.settings import Train
 from mlxrl.train.own import advantages_of
 from mlxrl.train.sequences import TokenSequence, sequences_of, shortened, with_prompt
-from mlxrl.types import Batch, Group, MicroBatch, Totals
+from mlxrl.types import Batch, Group, Metrics, MicroBatch, Totals
 
 TOKENS_PER_PASS = 2048
 PASS = 48  # tokens' worth that a micro-batch of any size costs besides its own, as measured
 SHARE_FROM = 128  # prompt tokens saved, below which a pass of its own costs more than the repeated prompt
 
 
+@keywords
 def make_batch(groups: Sequence[Group], algorithm: Algorithm, train: Train = Train()) -> Batch:
     """Credit the trajectories, drop sequences without learning signal, and lay the others out in micro-batches.
 
@@ -91,6 +93,19 @@ def totals_of(groups: Sequence[Group], learned: int, observation_tokens: int = 0
     )
 
 
+def tokens_of(batch: Batch) -> Metrics:
+    """Tokens of a batch: those learned, those read, a shared prefix once, and the padding besides."""
+    read = learned = size = 0
+    prefixes = {one.prefix_id: one.prefix.size for one in batch if one.prefix_id is not None}
+    for one in batch:
+        mask = np.array(one.mask) > 0
+        learned += int(mask.sum())
+        read += int((mask.shape[1] - mask[:, ::-1].argmax(axis=1)).sum())
+        size += mask.size
+    shared = sum(prefixes.values())
+    return {"tokens/learned": float(learned), "tokens/read": float(read + shared), "tokens/padding": float(size - read)}
+
+
 def _micro_batches(groups: Sequence[Sequence[TokenSequence]], budget: int) -> Iterator[MicroBatch]:
     alone: list[TokenSequence] = []
     for number, group in enumerate(chain.from_iterable(map(_by_prompt, groups))):
@@ -146,11 +161,8 @@ def _cuts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
 
 def micro_batch(sequences: Sequence[TokenSequence], prefix_id: int | None = None) -> MicroBatch:
     """Sequences of one prompt, which is the prefix, padded on the right to the same length."""
-    width = max(sequence.length for sequence in sequences)
-    arrays = {
-        name: mx.array(np.stack([_padded(sequence.arrays()[name], width) for sequence in sequences]))
-        for name in sequences[0].arrays()
-    }
+    rows = [sequence.arrays() for sequence in sequences]
+    arrays = {name: mx.array(_padded([row[name] for row in rows])) for name in rows[0]}
     return MicroBatch(
         prefix=mx.array(sequences[0].prompt, mx.int32),
         temperature=sequences[0].temperature,
@@ -160,5 +172,9 @@ def micro_batch(sequences: Sequence[TokenSequence], prefix_id: int | None = None
     )
 
 
-def _padded(array: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(array, [(0, width - len(array)), *[(0, 0)] * (array.ndim - 1)])
+def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays [T, ...] of different lengths as one, [B, T, ...], with zeros after the shorter ones."""
+    found = np.zeros((len(arrays), max(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
+    for row, array in zip(found, arrays, strict=True):
+        row[: len(array)] = array
+    return found

@@ -9,6 +9,7 @@ from functools import partial
 from statistics import fmean
 from typing import Annotated, Any
 
+from mlxrl.algo.credit import Turns
 from mlxrl.checked import Natural, at_most, checked_value, keywords
 from mlxrl.data import Source, as_tasks, fingerprint
 from mlxrl.errors import UserError
@@ -24,11 +25,13 @@ from mlxrl.rewards.scoring import (
     rewards_of,
     tell_missing,
 )
+from mlxrl.rollout.demonstrations import all_asked, learnable, rules_for
 from mlxrl.rollout.draw import key_of
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.sample import fitting_prompts, sample
-from mlxrl.settings import EpisodeLimits, Sampling, Warm
-from mlxrl.train.comparison import Scores, pass_at, succeeds
+from mlxrl.settings import EpisodeLimits, Sampling, Train, Warm
+from mlxrl.train.answers import answer_losses
+from mlxrl.train.comparison import AnswerLosses, Scores, pass_at, succeeds
 from mlxrl.train.metrics import require_finite
 from mlxrl.types import Group, Task, Trajectory
 
@@ -40,11 +43,14 @@ class Evaluation:
     """One trajectory a task, in the order of the tasks, and the k samples of each where there are some.
 
     left_out: how many prompts fill the model's context.
+    answers: the losses on the answers of the data, where they were asked for; without rewards there are no
+    trajectories then.
     """
 
     trajectories: tuple[Trajectory, ...]
     left_out: int = 0
     samples: tuple[Group, ...] = ()
+    answers: AnswerLosses | None = None
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -54,15 +60,17 @@ class Evaluation:
     @property
     def examples(self) -> str:
         """SHA-256 of the examples, in their order."""
+        if self.answers is not None:
+            return self.answers.examples
         return fingerprint(one.task for one in self.trajectories)
 
     @property
     def scores(self) -> Scores:
         """The rewards alone, which `compare` takes as well."""
-        return Scores(self.examples, self.rewards, tuple(map(_rewards, self.samples)))
+        return Scores(self.examples, self.rewards, tuple(map(_rewards, self.samples)), self.answers)
 
     def __repr__(self) -> str:
-        found = self.summary() if self.trajectories else {}
+        found = self.summary() if self.trajectories or self.answers else {}
         numbers = [f"{name} {value:.4g}" for name, value in found.items() if isinstance(value, int | float)]
         return f"Evaluation({', '.join(numbers)})"
 
@@ -81,7 +89,11 @@ class Evaluation:
         A reward that falls short of `success` by rounding is there. pass@k: of the samples, for k = 1, 2, 4, ... and
         their number. unscored: how many examples could not be scored; where there are some, failures: which function
         failed how often for which reason, and warning: that in words.
+        Where answers of the data were scored, loss, perplexity and answer_tokens; without rewards these alone.
         """
+        if self.answers is not None and not self.trajectories:
+            left_out = {"left_out": self.left_out} if self.left_out else {}
+            return {**self.answers.summary(), "n": len(self.answers.losses), **left_out}
         rewards = [reward for reward in self.rewards if not math.isnan(reward)]
         found: dict[str, Any] = {
             "accuracy": fmean(succeeds(reward, success) for reward in rewards) if rewards else math.nan,
@@ -89,6 +101,7 @@ class Evaluation:
             **self._passes(success),
             "n": len(rewards),
             "unscored": len(self.rewards) - len(rewards),
+            **(self.answers.summary() if self.answers else {}),
             **({"left_out": self.left_out} if self.left_out else {}),
         }
         if self.warning:
@@ -125,6 +138,8 @@ def evaluate(
     max_rows: int = 32,
     seed: int = 0,
     state: TrainerState = TrainerState(),
+    turns: Turns | None = None,
+    train: Train = Train(),
 ) -> Evaluation:
     """Complete every task once, greedily by default, and score the completions; then sample each k times more.
 
@@ -135,14 +150,22 @@ def evaluate(
         environment, limits, max_rows: see `sample`.
         seed: from which everything random follows: two evaluations draw with the same keys.
         state: what functions learn of a run.
+        turns: also the loss on the answers of the data, as `sft` has it; then completions are for a reward alone.
+        train: `max_tokens_per_sequence` and `tokens_per_pass` for that.
     """
     if tasks in ([], ()):
         raise UserError("evaluate", "wanted at least one task, got none")
     samples = checked_value("evaluate", "samples", Samples, samples)
     samples_temperature = checked_value("evaluate", "samples_temperature", Warm, samples_temperature)
-    tasks = as_tasks(tasks)
+    tasks, rewards, answers = as_tasks(tasks, whole=turns is not None), rewards_of(reward), None
+    if turns is not None:
+        rules = rules_for(policy.model, turns, sampling.thinking, train.max_tokens_per_sequence)
+        learned = learnable(policy, tasks, rules)
+        answers = answer_losses(policy, learned.tasks, rules, train)
+        if not rewards.functions and environment is None:
+            return Evaluation((), learned.left_out, answers=answers)
+        tasks = all_asked(tasks)
     fitted = fitting_prompts(policy, tasks, sampling, environment)
-    rewards = rewards_of(reward)
     if environment is not None and not rewards.functions and not gives_rewards(environment):
         why = "wanted at least one function, got none; the environment gives no rewards"
         raise UserError("evaluate", "reward", why)
@@ -153,7 +176,7 @@ def evaluate(
     if samples:
         warm = replace(sampling, temperature=samples_temperature)
         further = _scored(draw(group_size=samples, sampling=warm, key=key_of(seed, 1)), rewards, state)
-    return Evaluation(tuple(group[0] for group in once), fitted.left_out, tuple(further))
+    return Evaluation(tuple(group[0] for group in once), fitted.left_out, tuple(further), answers)
 
 
 def _scored(groups: Sequence[Group], rewards: Rewards, state: TrainerState) -> Sequence[Group]:

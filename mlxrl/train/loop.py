@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 
 from mlxrl.algo import shaping
-from mlxrl.algo.algorithm import at_step, num_top
+from mlxrl.algo.algorithm import at_step, num_top, turns_of
 from mlxrl.algo.echo import without_special_ids
-from mlxrl.checked import Natural, checked_value, keywords
+from mlxrl.checked import Natural, Seed, checked_value, keywords
 from mlxrl.data import Source, as_tasks, fingerprint, indices_of
 from mlxrl.policy.policy import Policy
 from mlxrl.protocols import Algorithm
@@ -29,12 +29,13 @@ from mlxrl.rewards.scoring import (
     tell_missing,
 )
 from mlxrl.rollout.chat import Fitting
+from mlxrl.rollout.demonstrations import Rules, demonstration, learnable, rules_for
 from mlxrl.rollout.environment import Factory, gives_rewards
 from mlxrl.rollout.prefill import context_of
 from mlxrl.rollout.sample import check_sample, fitting_prompts, sample
 from mlxrl.settings import EpisodeLimits, Optimizer, Reward, Rollout, Sampling, Train
-from mlxrl.train.batch import make_batch
-from mlxrl.train.check import check_run, check_tasks, check_types
+from mlxrl.train.batch import make_batch, tokens_of
+from mlxrl.train.check import check_run, check_tasks
 from mlxrl.train.metrics import Clock, Diverged, averaged, describe, require_finite
 from mlxrl.train.minibatches import minibatches
 from mlxrl.train.optimizer import make_optimizer
@@ -69,6 +70,7 @@ class Training:
     seed: int
     left_out: int
     steps: int
+    demonstrations: Rules | None = None
 
 
 @keywords
@@ -101,8 +103,7 @@ def run(
     Raises:
         UserError: an argument is wrong or without effect, by the call itself. Diverged: three updates were not finite.
     """
-    check_types(rollout=rollout, sampling=sampling, limits=limits, train=train)
-    steps, seed = (checked_value("run", name, Natural, value) for name, value in (("steps", steps), ("seed", seed)))
+    steps, seed = checked_value("run", "steps", Natural, steps), checked_value("run", "seed", Seed, seed)
     policy.require_trainable("run: policy")
     rewards, shaped = rewards_of(reward), reward if isinstance(reward, Reward) else Reward()
     check_sample(rollout.group_size, environment, limits)
@@ -111,15 +112,18 @@ def run(
         algorithm, steps=steps, rollout=rollout, sampling=sampling, reward=shaped, train=train,
         warmup_steps=settings.warmup_steps, rewarded=bool(rewards.functions) or gives_rewards(environment),
         episodes=environment is not None, hinted=isinstance(teacher, Teacher) and teacher.hint is not None,
+        sampled=False,
     )  # fmt: skip
     found = teacher_of(policy, algorithm, teacher)
-    fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout, found)
+    turns = turns_of(algorithm)
+    learned = turns and rules_for(policy.model, turns, sampling.thinking, train.max_tokens_per_sequence)
+    fitted = _fitted(policy, tasks, sampling, environment, rewards, rollout, found, learned)
     algorithm = without_special_ids(algorithm, policy.tokenizer.all_special_ids)
     training = Training(
         policy=policy, tasks=fitted.tasks, algorithm=algorithm, rewards=rewards, shaping=shaped,
         environment=environment, teacher=found, rollout=rollout, limits=limits, train=train, seed=seed, steps=steps,
         sampling=replace(sampling, num_top=max(sampling.num_top, num_top(algorithm))),
-        max_grad_norm=settings.max_grad_norm, left_out=fitted.left_out,
+        max_grad_norm=settings.max_grad_norm, left_out=fitted.left_out, demonstrations=learned,
     )  # fmt: skip
     if isinstance(optimizer, Optimizer):
         optimizer = make_optimizer(optimizer, steps, train.updates_per_rollout * train.minibatches)
@@ -135,11 +139,12 @@ def _facts(training: Training) -> dict[str, Any]:
 
 def _fitted(
     policy: Policy, tasks: Sequence[Task] | Source, sampling: Sampling, environment: Factory | None, rewards: Rewards,
-    rollout: Rollout, teacher: Teacher | None,
+    rollout: Rollout, teacher: Teacher | None, learned: Rules | None,
 ) -> Fitting:  # fmt: skip
-    """The tasks whose prompts fit, checked against the rewards and the size of a step."""
-    tasks = as_tasks(tasks)
-    fitted = fitting_teacher(teacher, fitting_prompts(policy, tasks, sampling, environment))
+    """The tasks whose prompts or answers fit, checked against the rewards and the size of a step."""
+    tasks = as_tasks(tasks, whole=learned is not None)
+    fitted = learnable(policy, tasks, learned) if learned else fitting_prompts(policy, tasks, sampling, environment)
+    fitted = fitting_teacher(teacher, fitted)
     check_tasks(len(fitted.tasks), rollout)
     check_columns(rewards, list(fitted.tasks[0].columns))
     tell_missing(rewards, tasks)
@@ -155,15 +160,18 @@ def _steps(training: Training, state: RunState) -> Iterator[Step]:
         mx.reset_peak_memory()
         clock = Clock()
         own = indices_of(len(training.tasks), rollout.tasks_per_step, seed, index)
-        further = further_tasks(training.tasks, own, seed, index)
+        further = further_tasks(training.tasks, own, seed, index) if rollout.resampling_rounds else iter(())
         collect = partial(_collect, training, clock, streaks, index)
         found = resample(collect, [training.tasks[i] for i in own], further, rollout.resampling_rounds)
         groups = _shaped(found.groups, training.shaping, training.sampling.max_tokens)
         metrics = averaged(list(_updates(training, state, groups, index)))
         clock.lap("update")
-        metrics |= _of_step(training, clock, found, groups)
-        sampled = [one for group in found.sampled for one in group]
-        step = Step(index, metrics, groups, found.sampled, streaks.step(metrics, sampled))
+        if training.demonstrations is not None:
+            step = Step(index, metrics | _of_parts(training, clock), groups, demonstrated=True)
+        else:
+            metrics |= _of_step(training, clock, found, groups)
+            sampled = [one for group in found.sampled for one in group]
+            step = Step(index, metrics, groups, found.sampled, streaks.step(metrics, sampled))
         state.step, state.start = index + 1, None
         yield step
         streaks.require_signal(index + 1)
@@ -172,7 +180,11 @@ def _steps(training: Training, state: RunState) -> Iterator[Step]:
 def _collect(
     training: Training, clock: Clock, streaks: Streaks, index: int, tasks: Sequence[Task], number: int
 ) -> Sequence[Group]:
-    """The groups of a round of a step, scored where there is a reward."""
+    """The groups of a round of a step, scored where there is a reward; of answers that the data hold, one each."""
+    if (rules := training.demonstrations) is not None:
+        answers = [(demonstration(training.policy.tokenizer, task, rules),) for task in tasks]
+        clock.lap("data")
+        return answers
     groups = sample(
         training.policy, tasks, group_size=training.rollout.group_size, sampling=training.sampling,
         key=round_key(training.seed, index, number), max_rows=training.rollout.max_rows,
@@ -219,7 +231,8 @@ def _updates(training: Training, state: RunState, groups: Sequence[Group], index
     batch = make_batch(groups, algorithm, train)
     if train.updates_per_rollout * min(train.minibatches, len(groups)) > 1:
         batch = complete(policy, batch, algorithm, algorithm.needs | {"old"}, teacher)
-    require_agreement(policy, batch, f"step {index + 1}")
+    if training.demonstrations is None:
+        require_agreement(policy, batch, f"step {index + 1}")
     for epoch in range(train.updates_per_rollout):
         for part in minibatches(batch, train.minibatches, f"{training.seed}:{index}:{epoch}"):
             metrics = optimizer_step(
@@ -233,7 +246,17 @@ def _updates(training: Training, state: RunState, groups: Sequence[Group], index
                     "weights are those before them. "
                     "Lower optimizer.learning_rate, or look at the rewards in samples.jsonl",
                 )
-            yield metrics
+            yield metrics if training.demonstrations is None else metrics | tokens_of(part)
+
+
+def _of_parts(training: Training, clock: Clock) -> Metrics:
+    """Timing and memory of a step, and how many examples the run leaves out."""
+    return {
+        **({"prompts/left_out": float(training.left_out)} if training.left_out else {}),
+        **{f"seconds/{part}": seconds for part, seconds in clock.seconds.items()},
+        "memory/peak": float(mx.get_peak_memory()),
+        "adapter/distance": training.policy.distance,
+    }
 
 
 def _of_step(training: Training, clock: Clock, found: Resampled, groups: Sequence[Group]) -> Metrics:
@@ -243,11 +266,8 @@ def _of_step(training: Training, clock: Clock, found: Resampled, groups: Sequenc
     metrics: dict[str, Any] = {
         "groups/used": float(len(groups)),
         "rollout/rounds": float(found.rounds),
-        **({"prompts/left_out": float(training.left_out)} if training.left_out else {}),
-        **{f"seconds/{part}": seconds for part, seconds in clock.seconds.items()},
+        **_of_parts(training, clock),
         "rollout/tokens_per_second": tokens / max(clock.seconds["rollout"], 1e-9),
-        "memory/peak": float(mx.get_peak_memory()),
-        "adapter/distance": training.policy.distance,
     }
     if groups and groups != found.groups:
         metrics["reward/shaped"] = describe(groups)["reward"]

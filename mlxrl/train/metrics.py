@@ -56,6 +56,12 @@ def describe(groups: Sequence[Group]) -> Metrics:
     }
 
 
+def describe_answers(groups: Sequence[Group]) -> Metrics:
+    """How many answers of the data a step learns from, their mean tokens, and the share that was cut."""
+    named = {"groups/sampled", "completions/mean_length", "completions/clipped_ratio"}
+    return {name: value for name, value in describe(groups).items() if name in named}
+
+
 def zero_variance(group: Group) -> bool:
     """Whether a group that has been scored has no two different rewards, up to rounding."""
     rewards = [trajectory.reward for trajectory in group if math.isfinite(trajectory.reward)]
@@ -161,7 +167,7 @@ def warnings_of(metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) 
     if metrics.get("updates/skipped"):
         found.append("loss or gradient was not finite; the update was skipped")
     elif metrics.get("updates") == 0:
-        rounds = f" in {metrics['rollout/rounds']:.0f} rounds" if metrics["rollout/rounds"] > 1 else ""
+        rounds = f" in {metrics['rollout/rounds']:.0f} rounds" if metrics.get("rollout/rounds", 0) > 1 else ""
         found.append(f"none of {metrics['groups/sampled']:.0f} groups{rounds} has a learning signal; no update")
     return tuple(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from traceback import extract_tb
@@ -15,6 +16,7 @@ from mlxrl.types import Group, Logprobs, Metrics, MicroBatch, Totals, Trajectory
 
 T = TypeVar("T")
 PACKAGE = str(Path(__file__).parents[1])
+LIBRARY = (str(Path(os.__file__).parent), "<frozen")
 SHAPE = "for every trajectory of every group a number, or a list with one for each token that the model chose"
 
 
@@ -43,6 +45,9 @@ def loss_of(algorithm: Algorithm, new: Logprobs, batch: MicroBatch, totals: Tota
         wanted = "wanted a scalar array and a dict of metrics"
         got = f"an array of shape {found[0].shape}" if pair and isinstance(found[0], mx.array) else brief(found)
         raise UserError(algorithm.name, "loss", f"{wanted}, got {got}")
+    for name, value in found[1].items():
+        if not isinstance(value, int | float) and getattr(value, "size", 0) != 1:
+            raise UserError(algorithm.name, "loss", f"metric {name!r}: wanted a number, got {brief(value)}")
     return found
 
 
@@ -50,10 +55,11 @@ def _called(algorithm: Algorithm, method: str, function: Callable[[], T]) -> T:
     """What a method returns; what a user's code in it raises as one line with its place."""
     try:
         return function()
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        frames = [frame for frame in extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    except BaseException as error:
+        frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARY)]
+        frames = [frame for frame in frames if "site-packages" not in frame.filename]
         if frames[-1].filename.startswith(PACKAGE):
             raise
         place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"

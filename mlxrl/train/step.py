@@ -12,7 +12,7 @@ from typing import Any
 from mlxrl.policy.policy import Policy
 from mlxrl.protocols import Algorithm
 from mlxrl.train import checkpoint
-from mlxrl.train.metrics import describe, warnings_of
+from mlxrl.train.metrics import describe, describe_answers, warnings_of
 from mlxrl.train.state import RunState, Snapshot
 from mlxrl.types import Group, Metrics
 
@@ -24,6 +24,7 @@ class Step:
     index: from 0, as that from which everything random follows; `number` is what files and people count, from 1.
     sampled: all groups that were sampled for it, where resampling left some out.
     streaks: what has been so for a few steps, a line each.
+    demonstrated: whether the trajectories are answers that the data hold.
     """
 
     index: int
@@ -31,9 +32,11 @@ class Step:
     groups: tuple[Group, ...]
     sampled: tuple[Group, ...] = ()
     streaks: tuple[str, ...] = ()
+    demonstrated: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", {**describe(self.sampled or self.groups), **self.metrics})
+        describing = describe_answers if self.demonstrated else describe
+        object.__setattr__(self, "metrics", {**describing(self.sampled or self.groups), **self.metrics})
 
     @property
     def number(self) -> int:
@@ -47,6 +50,8 @@ class Step:
         return found + self.streaks
 
     def __str__(self) -> str:
+        if self.demonstrated:
+            return "\n".join([f"step {self.number}  {self._learned()}", *(f"  {line}" for line in self.warnings)])
         metrics, rate = self.metrics, self.metrics.get("rollout/tokens_per_second")
         learned = {name: metrics.get(name, math.nan) for name in ("reward", "teacher/kl")}
         parts = [
@@ -60,6 +65,14 @@ class Step:
         return "\n".join([line, *(f"  {warning}" for warning in self.warnings)])
 
     __repr__ = __str__
+
+    def _learned(self) -> str:
+        """The numbers of a step that learns from answers."""
+        metrics, perplexity = self.metrics, self.metrics.get("perplexity")
+        parts = [f"loss {metrics['loss']:.4f}", *([] if perplexity is None else [f"perplexity {perplexity:.3f}"])]
+        rate = metrics["tokens/read"] / max(metrics["seconds/update"], 1e-9)
+        tokens = f"{metrics['tokens/learned']:.0f} of {metrics['tokens/read']:.0f} tokens learned"
+        return "  ".join([*parts, tokens, f"padding {metrics['tokens/padding']:.0f}", f"{rate:.0f} tokens/s"])
 
 
 class Steps(Iterator[Step]):

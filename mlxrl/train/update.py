@@ -12,6 +12,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from mlxrl.algo.reduce import finish, masked
+from mlxrl.checked import keywords
 from mlxrl.errors import UserError
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.logprobs import logprobs
@@ -29,6 +30,7 @@ FEWEST = 8
 """Tokens over which a mean is taken at least: a single one may be off by more."""
 
 
+@keywords
 def update(
     policy: Policy,
     optimizer: optim.Optimizer,
