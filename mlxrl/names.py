@@ -112,6 +112,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "run.sinks": ("report_to", "logger", "callbacks", "use_wandb"),
     "memory.cache_limit": ("clear_cache_threshold",),
     "memory.limit": ("gpu_memory_utilization", "vllm_gpu_memory_utilization"),
+    "`mlxrl train --resume RUN`, and `resume` in Python": ("resume_from_checkpoint", "resume_from_path", "resume_mode"),
     "the folder run.folder/adapters, which `mlxrl eval --adapter DIR` reads": ("adapter_path", "adapter_file"),
 }  # fmt: skip
 FOREIGN = {name: ours for ours, names in _SAME.items() for name in names}

@@ -117,7 +117,7 @@ class Taken:
 
 def test_every_setting_arrives(folder, monkeypatch):
     """Values unlike the defaults and unlike each other, seen where the library is called."""
-    seen = {}
+    seen, thinking = {}, []
 
     def spy(module, name, result):
         def called(*arguments, **keywords):
@@ -129,7 +129,7 @@ def test_every_setting_arrives(folder, monkeypatch):
     monkeypatch.setattr(Evaluation, "summary", lambda self, success: {"accuracy": success, "mean_reward": 0.0, "n": 8})
     spy(evaluate, "evaluate", Evaluation(()))
     spy(loop, "run", Taken())
-    spy(chat, "render", ())
+    monkeypatch.setattr(chat, "render", lambda *_, **keywords: thinking.append(keywords["thinking"]) or ())
     spy(chat, "check_thinking", None)
     for where in ("train.teacher", "rollout.sample"):
         monkeypatch.setattr(f"mlxrl.{where}.check_thinking", lambda *arguments: None)
@@ -196,7 +196,7 @@ def test_every_setting_arrives(folder, monkeypatch):
         "turns": None, "train": learning,
         "samples": 3, "samples_temperature": 0.625,
     }  # fmt: skip
-    assert seen["render"]["thinking"] is True
+    assert (thinking[0], thinking[-1]) == (True, False)  # of prompts, and of those with the teacher's hint
     assert seen["rules_of"] == {0: policy.tokenizer, 1: sampling}
     assert json.loads((folder / "out/run/evaluation.json").read_text())["after"]["accuracy"] == 0.6
 

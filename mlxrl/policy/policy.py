@@ -111,9 +111,9 @@ def as_policy(model: nn.Module, tokenizer: Any, *, lora: LoRA | None, source: st
     except AttributeError as error:  # of a class of mlx-lm's that is not whole
         raise ModelError(type(model).__module__, f"cannot be trained: {one_line(error)}") from error
     model.eval()
-    sharing = shares_prefix(model)
+    head, sharing = split(model), shares_prefix(model)  # the head first: it says what a forward pass fails of
     caches, initial = sharing and needs_caches(model), dict(leaves(model.trainable_parameters()))
-    return Policy(model, tokenizer, split(model), lora, sharing, source, caches, initial=initial)
+    return Policy(model, tokenizer, head, lora, sharing, source, caches, initial=initial)
 
 
 @keywords
