@@ -630,6 +630,7 @@ def test_runs_without_a_folder_that_begin_at_once_have_one_each(folder, monkeypa
     assert tomllib.loads((folder / "runs/run-3/config.toml").read_text())["run"]["folder"] == f"{folder}/runs/run-3"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_adapter(folder, capsys):
     assert train(folder, "lora.rank=4", "lora.layers=1", 'lora.keys=["q_proj"]', "steps=1") == 0
     capsys.readouterr()
@@ -664,6 +665,7 @@ def test_eval_tells_a_fault_from_an_error(folder, capsys, monkeypatch):
         main(["eval", "--config", "run.toml"])
 
 
+@pytest.mark.slow
 def test_prompts_that_fill_the_context_are_told_by_every_command(folder, capsys):
     rows = read_lines(EXAMPLE / "train.jsonl")[:4]
     rows[1]["question"] = "1+" * 400 + "1=?"

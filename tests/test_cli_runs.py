@@ -151,6 +151,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder, capsy
     found, wanted = result(RUN), result(folder / "whole")
     assert found["arrays"] == wanted["arrays"]
     assert found["samples"] == wanted["samples"]
+    for path in (RUN / "checkpoints").iterdir():
+        (path / "optimizer.safetensors").write_bytes(b"")
+    before = (RUN / "metrics.jsonl").read_bytes()
+    assert resume("steps=5") == 2
+    assert "none of its checkpoints is whole" in capsys.readouterr().err
+    assert (RUN / "metrics.jsonl").read_bytes() == before
 
 
 HOLDER = """

@@ -55,6 +55,7 @@ def test_the_loop_of_the_library_learns_and_saves_an_adapter(here):
     assert all(mx.abs(value).max().item() > 0 for value in moved)
 
 
+@pytest.mark.slow
 def test_the_maze_is_walked_from_its_config(here):
     out = train(here, "maze", "steps=2", "evaluation.examples=20", "rollout.tasks_per_step=4", "run.folder=walks")
     assert "held-out after training: accuracy" in out
@@ -64,6 +65,7 @@ def test_the_maze_is_walked_from_its_config(here):
     assert all(one["grad_norm"] > 0 for one in found)
 
 
+@pytest.mark.slow
 def test_an_own_algorithm_runs_by_itself_and_from_a_config(here):
     code = (ROOT / "examples/own_algorithm.py").read_text()
     assert code.count("\n") <= 30
@@ -75,6 +77,7 @@ def test_an_own_algorithm_runs_by_itself_and_from_a_config(here):
     assert all(one["kl/coefficient"] == pytest.approx(0.1) for one in found)
 
 
+@pytest.mark.slow
 def test_an_own_sink_receives_a_run_from_python_and_from_a_config(here):
     code = (ROOT / "examples/own_sink.py").read_text()
     assert code.count("\n") <= 30

@@ -263,6 +263,7 @@ def test_it_fits_and_says_in_what(folder, capsys):
 MANY = ["rollout.tasks_per_step=64", "sampling.max_tokens=200"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named_with_what_would(folder, capsys):
     assert plan(*MANY, "train.tokens_per_pass=2048", "--memory", "0.03") == 1
     last = capsys.readouterr().out.splitlines()[-1]
@@ -273,6 +274,7 @@ def test_what_does_not_fit_is_named_with_what_would(folder, capsys):
     assert plan(*MANY, "train.tokens_per_pass=2048", "--memory", "0.03", *found) == 0
 
 
+@pytest.mark.slow
 def test_nothing_fits_into_less_than_the_weights(folder, capsys):
     assert plan("--memory", "0.0001") == 1
     assert "no setting would: a smaller or packed model, or more memory" in capsys.readouterr().out
@@ -280,6 +282,7 @@ def test_nothing_fits_into_less_than_the_weights(folder, capsys):
     assert "no setting would" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fit_prints_what_can_be_put_on_the_command_line(folder, capsys):
     assert plan(*MANY, "--fit", "--memory", "0.03") == 0
     out = capsys.readouterr().out.splitlines()
@@ -384,6 +387,7 @@ def test_a_size_of_a_pass_that_is_given_is_measured_and_kept(folder, capsys):
     assert "a pass" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fitting_takes_a_smaller_pass_before_recomputation(folder):
     whole = planned("rollout.tasks_per_step=64", "sampling.max_tokens=100", memory=8)
     assert settings(fitted(whole)) == {PASS: 2048, RECOMPUTE: False, ROWS: 32}

@@ -131,3 +131,21 @@ class _MaskedDropout(nn.Dropout):
         if self._p_1 == 1:
             return x
         return mx.random.bernoulli(self._p_1, x.shape[-1:], key=self.__dict__["key"]) * x * (1 / self._p_1)
+
+
+@contextmanager
+def float32_activations(model: nn.Module) -> Generator[None]:
+    """A block in which the vectors of a model's embeddings are float32; as heads they are as before."""
+    layers: list[Any] = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.QuantizedEmbedding)]
+    classes = [type(layer) for layer in layers]
+    try:
+        for layer, own in zip(layers, classes, strict=True):
+            layer.__class__ = _casting(own)
+        yield
+    finally:
+        for layer, own in zip(layers, classes, strict=True):
+            layer.__class__ = own
+
+
+def _casting(own: Any) -> Any:
+    return type(own.__name__, (own,), {"__call__": lambda layer, ids: own.__call__(layer, ids).astype(mx.float32)})

@@ -48,7 +48,8 @@ def resumption(folder: RunFolder, experiment: Experiment) -> Resumption:
     """Where a run goes on under an experiment.
 
     Raises:
-        UserError: it has ended, or the experiment is of another model, other data or another optimizer.
+        UserError: it has ended, all its checkpoints are damaged, or the experiment is of another model, other data or
+            another optimizer.
     """
     found, damaged = checkpoint.newest(folder.checkpoints)
     done, config = 0 if found is None else found.step, experiment.config
@@ -56,6 +57,9 @@ def resumption(folder: RunFolder, experiment: Experiment) -> Resumption:
         raise UserError(
             str(near(folder.path)), f"the run has taken its {done} steps; steps=N with more of them goes on"
         )
+    if found is None and damaged:
+        why = "none of its checkpoints is whole; copy one back, or begin another run from its adapters"
+        raise UserError(near(damaged[0]), why)
     changed = _changed(folder, experiment)
     _refuse_other_files(folder, experiment)
     return Resumption(found, damaged, changed)
