@@ -4,6 +4,7 @@
     with scoring(policy, adapters=False): ...   the same of what training began from: a reference
     with training(policy, recompute=True): ...  log-probs whose gradient is taken
     with decoding(policy): ...                  sampling
+    with float32_activations(model): ...        logits by which models are compared
 
 A mode makes all its changes in one order, and undoes them in the opposite one, whatever ends its block. A model is in
 one mode at a time: a mode inside another of the same model is an AssertionError. Scoring and training make the same
