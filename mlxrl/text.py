@@ -97,3 +97,8 @@ def evaluated(summary: Mapping[str, Any], digits: int = 3) -> str:
     parts += [f"{name} {value:.{digits}f}" for name, value in summary.items() if name.startswith("pass@")]
     parts += [f"loss {summary['loss']:.4f}", f"perplexity {summary['perplexity']:.4g}"] if "loss" in summary else []
     return ", ".join([*parts, f"{summary['n']} examples"])
+
+
+def times(count: int, noun: str) -> str:
+    """A count with its noun."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

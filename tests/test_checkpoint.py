@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
@@ -49,6 +51,23 @@ def test_another_optimizers_state_is_refused_and_the_rate_asked_for_is_kept(tmp_
     scheduled = RunState(optim.AdamW(optim.linear_schedule(1.0, 0.0, 10)))
     checkpoint.restore(checkpoint.read(tmp_path / "one"), p, scheduled)
     assert update(p, scheduled.optimizer, batch, algorithm)["learning_rate"] == pytest.approx(0.9)  # of its step 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda saved: saved.pop("streaks"), lambda saved: saved.update(step=-2), lambda saved: saved.update(values=[1]),
+     lambda saved: saved.pop("sha256"), lambda saved: saved.update(files={}), None],
+)  # fmt: skip
+def test_a_state_that_is_not_as_it_was_saved_is_a_damaged_checkpoint(tmp_path, change):
+    checkpoint.save(tmp_path / "one", a_policy(), RunState(optim.AdamW(1e-3), step=1, values={"best": 0.1}))
+    path = tmp_path / "one" / "state.json"
+    saved = json.loads(path.read_text())
+    assert checkpoint.read(tmp_path / "one").step == 1
+    if change:
+        change(saved)
+    path.write_text(json.dumps(saved) if change else "[" * 100_000)
+    with pytest.raises(checkpoint.CheckpointError, match="damaged"):
+        checkpoint.read(tmp_path / "one")
 
 
 def test_a_folder_without_the_last_file_is_not_a_checkpoint(tmp_path):

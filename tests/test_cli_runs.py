@@ -159,6 +159,30 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder, capsy
     assert (RUN / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_goes_on_over_what_kills_and_people_have_left(folder, capsys):
+    """Half-written files are removed, records without a step left out, a damaged evaluation.json is made again."""
+    assert train("steps=1") == 0
+    evaluation = json.loads((RUN / "evaluation.json").read_text())
+    with (RUN / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": "x"}\n{"step": null}\n[1]\n{"step": [1]}\n\xff\xfe')
+    left = [RUN / ".metrics.123.jsonl", RUN / "checkpoints/.step-000002.77/state.json", RUN / ".notes", RUN / "notes"]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    assert main(["runs", "out"]) == 0
+    assert main(["show", "out/run"]) == 0
+    assert resume("steps=2", 'run.folder="out/new"') == 2
+    wanted = "mlxrl: out/run: run.folder: got out/new; a run goes on in its own folder\n"
+    assert capsys.readouterr().err.endswith(wanted)
+    for steps, broken in enumerate(({"scores": None}, {"scores": {"before": {"rewards": [1]}}}, {"before": [1]}), 2):
+        (RUN / "evaluation.json").write_text(json.dumps({**evaluation, **broken}))
+        assert resume(f"steps={steps}") == 0
+        assert json.loads((RUN / "evaluation.json").read_text())["before"] == evaluation["before"]
+    assert [path.exists() for path in left] == [False, False, True, True]
+    assert not (RUN / "checkpoints/.step-000002.77").exists()
+    assert [line["step"] for line in read_lines(RUN / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
 HOLDER = """
 import fcntl, sys
 file = open(sys.argv[1], "ab")

@@ -227,6 +227,31 @@ def test_a_run_that_is_resumed_selects_as_one_that_was_not(folder):
     assert whens.count("before training") == 2
 
 
+def test_an_evaluation_that_was_cut_off_after_validation_is_made_up_for(folder, monkeypatch):
+    values = {0: 0.5, 1: 0.75, 2: 0.8}
+    options = ["steps=2", "run.accept_margin=0.1", "run.keep=best"]
+    assert train(folder, "run.folder=out/whole", *options, values=values, config=VALIDATED) == 0
+    own = Evaluations._held_out
+
+    def cut_off(self, step, when):
+        if step == 1:
+            raise KeyboardInterrupt
+        return own(self, step, when)
+
+    monkeypatch.setattr(Evaluations, "_held_out", cut_off)
+    assert train(folder, *options, values=values, config=VALIDATED) == 130
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    assert main(["train", "--resume", "out/run"]) == 0
+    whole, resumed = (
+        [{name: value for name, value in line.items() if name.startswith(("step", "evaluation", "validation"))}
+         for line in read_lines(folder / "out" / run / "metrics.jsonl")]
+        for run in ("whole", "run")
+    )  # fmt: skip
+    assert whole == resumed
+    assert "evaluation/accuracy" in resumed[0]
+
+
 def test_an_evaluation_under_other_settings_begins_with_the_start_again(folder):
     """The weights are those of step 1 when the run goes on; what it began with is evaluated all the same."""
     assert train(folder, "steps=1", steps=VARIED) == 0

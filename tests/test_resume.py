@@ -12,6 +12,7 @@ import pytest
 from helpers import HINT, a_policy, flat, length
 from mlxrl import algo
 from mlxrl.algo.terms import KL, TeacherAdvantage
+from mlxrl.errors import UserError
 from mlxrl.policy.policy import Policy
 from mlxrl.settings import EpisodeLimits, Optimizer, Rollout, Sampling, Train
 from mlxrl.train import checkpoint
@@ -140,6 +141,60 @@ def test_a_step_that_was_broken_off_is_taken_back(tmp_path):
         assert all(mx.array_equal(value, saved[name]) for name, value in flat(now).items())
     _, rest, _ = begun("several updates", resume=tmp_path)
     assert [step.number for step in rest] == [2, 3, 4]
+
+
+def test_a_step_that_was_not_recorded_is_taken_back(tmp_path):
+    """With it the algorithm's own state, so that the run goes on as the whole one."""
+    policy, whole, _ = begun("own state")
+    wanted, _ = result(policy, whole, list(whole))
+    policy, steps, algorithm = begun("own state")
+
+    def record(step: Any) -> None:
+        if step.number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(steps.recorded(record))
+    assert (steps.state.step, algorithm.seen) == (2, 2)
+    assert steps.save(tmp_path).name == "step-000001"
+    assert (steps.state.step, algorithm.seen) == (1, 1)
+    policy, rest, _ = begun("own state", resume=tmp_path)
+    assert result(policy, rest, list(rest))[0] == wanted
+
+
+class Raising(Counting):
+    def state_dict(self) -> Any:
+        raise OSError("no state today")
+
+
+class Infinite(Counting):
+    def state_dict(self) -> Any:
+        return {"best": float("-inf")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Infinite, "wanted strict JSON: finite numbers, texts, lists and objects of them; got"),
+     (Raising, r"test_resume\.py, line \d+: OSError: no state today")],
+)  # fmt: skip
+def test_a_state_that_no_checkpoint_can_hold_is_one_line_before_the_first_step(kind, words):
+    _, steps, _ = begun("own state", algorithm=kind)
+    with pytest.raises(UserError, match=rf"^counting: state_dict: {words}"):
+        next(steps)
+
+
+def test_checkpoints_of_later_steps_take_no_place_of_earlier_ones(tmp_path):
+    """They are damaged, or of another run; what was just saved stays. Other things in the folder are none."""
+    (tmp_path / "step-000009").mkdir()
+    (tmp_path / "step-000001.bak").mkdir()
+    (tmp_path / "step-000008").symlink_to(tmp_path / "step-000009")
+    _, steps, _ = begun("grpo")
+    for _ in range(2):
+        next(steps)
+        assert steps.save(tmp_path, keep=1).is_dir()
+    assert [path.name for path in checkpoint.found(tmp_path)] == ["step-000002", "step-000009"]
+    with pytest.warns(UserWarning, match="step-000009: no state"):
+        assert begun("grpo", resume=tmp_path)[1].state.step == 2
 
 
 def test_steps_that_are_taken_back_are_not_taken_again(tmp_path):

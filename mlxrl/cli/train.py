@@ -57,9 +57,8 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
 def _resume(experiment: Experiment, arguments: argparse.Namespace) -> int:
     """Go on with a run in its own folder."""
     folder = run_folder(arguments.resume)
-    experiment = experiment.within(folder.path)
     with folder.locked(), Shutdown().listening() as shutdown, limited(experiment.config.memory):
-        found = resumption(folder, experiment)
+        found, experiment = resumption(folder, experiment), experiment.within(folder.path)
         if arguments.dry_run:
             print("\n".join(f"# {label}: {safe(value)}" for label, value in found.lines()))
             return 0

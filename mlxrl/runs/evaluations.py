@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,7 @@ class Evaluations:
         where one cannot be scored.
         """
         experiment, taken = self.experiment, self.steps.state.step
-        when, last = f"after step {taken}", taken >= experiment.config.steps
+        when, last, before = f"after step {taken}", taken >= experiment.config.steps, self.selection
         if taken > self.selection.evaluated and (due(experiment.config.run.evaluate_every, taken) or last):
             try:
                 rejected = bool(experiment.validation) and self._validate(when)
@@ -88,6 +88,10 @@ class Evaluations:
             except RewardError as error:
                 self.folder.event("evaluation failed", when=when, error=str(error))
                 warnings.warn(f"evaluation {when}: {error}", stacklevel=2)
+            except BaseException:
+                if self.selection.accepted == taken:  # cut off after data.validation: both are made up for
+                    self._select(before)
+                raise
             self._select(replace(self.selection, evaluated=taken))
             if self.stopped and not last:
                 self.folder.event("stopped early", step=taken, best_step=self.selection.step)
@@ -144,6 +148,8 @@ class Evaluations:
 
     def _begun(self) -> dict[str, Any]:
         """What evaluation.json says before there are numbers, and what it has of the same evaluation already."""
+        from mlxrl.train.comparison import Scores
+
         source = self.experiment.config.data.evaluation
         if source is None:
             return {"state": "not_run", "reason": "data.evaluation is left out"}
@@ -153,8 +159,11 @@ class Evaluations:
         }
         known = self.folder.evaluation()
         kept: dict[str, Any] = {}
-        if "before" in known and all(known.get(name) == plain(value) for name, value in made.items()):
-            kept = {"before": known["before"], "scores": {"before": known["scores"]["before"]}}
+        if all(known.get(name) == plain(value) for name, value in made.items()):
+            with suppress(KeyError, TypeError, ValueError, AttributeError):  # damaged, so it is made again
+                before, scores = known["before"], known["scores"]["before"]
+                if plain(Scores.of_json(scores).measure).items() <= before.items():
+                    kept = {"before": before, "scores": {"before": scores}}
         return {"state": "begun", **made, **kept}
 
     def _has_chosen(self) -> bool:

@@ -10,7 +10,9 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shlex
+import shutil
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +29,8 @@ State = Literal["configured", "running", "cancelled", "interrupted", "failed", "
 """cancelled: ended at a step boundary when asked to. interrupted: stopped at once, or killed while running."""
 KINDS = {"model": dict, "teacher": dict, "versions": dict, "device": dict, "data": list}
 """What the facts in a manifest are, where it is read again."""
+TEMPORARY = re.compile(r"\.(.+\.[0-9]+(\.[a-z]+)?|step-[0-9]+)")
+"""The names that `files` and `checkpoint.remove` give what is not whole."""
 LOCK, CANCEL = "lock", "cancel"
 """The file that the process of a run locks, and the one that asks it to end."""
 
@@ -122,6 +126,13 @@ class RunFolder:
                 raise FolderError("run.folder", f"{near(self.path)} has gone") from error
             why = f"{near(self.path)} cannot be written: {error.strerror or error}"
             raise FolderError("run.folder", why) from error
+
+    def clear_temporary(self) -> None:
+        """Remove what a kill has left half written or half removed; for the process that has the lock."""
+        for folder in (self.path, self.checkpoints, self.best, self.accepted):
+            for one in folder.glob(".*"):
+                if TEMPORARY.fullmatch(one.name):
+                    shutil.rmtree(one) if one.is_dir() else one.unlink()
 
     def ask_to_cancel(self) -> None:
         """Ask the run to end at the next boundary of a step."""

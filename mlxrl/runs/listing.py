@@ -38,14 +38,14 @@ class RunSummary:
     @classmethod
     def of(cls, folder: RunFolder) -> RunSummary:
         """The summary of a run's folder, of which every file may be missing or damaged."""
-        config, manifest, metrics = _config(folder), folder.manifest(), read_lines(folder.path / "metrics.jsonl")
+        config, manifest, metrics = _config(folder), folder.manifest(), _metrics(folder)
         last: Mapping[str, Any] = metrics[-1] if metrics else {}
-        scores = [event.get("accuracy", event.get("loss")) for event in read_lines(folder.path / "events.jsonl")
-                      if event.get("event") == "evaluation"]  # fmt: skip
+        events = [event for event in read_lines(folder.path / "events.jsonl") if event.get("event") == "evaluation"]
+        scores = [_number(event.get("accuracy", event.get("loss")), None) for event in events]
         return cls(
             near(folder.path), folder.state(), Path(str(_of(config, "model", "id"))).name,
-            str(_of(config, "algorithm", "name")), int(last.get("step", 0)), int(config.get("steps", 0)),
-            last.get("reward"), (scores[0], scores[-1]) if scores else (None, None),
+            str(_of(config, "algorithm", "name")), last.get("step", 0), _number(config.get("steps"), 0),
+            _number(last.get("reward"), None), (scores[0], scores[-1]) if scores else (None, None),
             str(manifest.get("started", "")),
         )  # fmt: skip
 
@@ -80,7 +80,7 @@ def described(folder: RunFolder) -> Iterator[str]:
     one = RunSummary.of(folder)
     yield HEADING
     yield one.line()
-    metrics = read_lines(folder.path / "metrics.jsonl")
+    metrics = _metrics(folder)
     name = "loss" if any("perplexity" in line for line in metrics) else "reward"
     course = [line[name] for line in metrics if isinstance(line.get(name), int | float)]
     if course:
@@ -113,6 +113,15 @@ def _evaluations(folder: RunFolder) -> Iterator[str]:
         name = "mean_reward" if "mean_reward" in chosen else "loss"
         value = f"{name.replace('_', ' ')} {chosen[name]:.3f}"
         yield f"best      after step {chosen['best_step']}: {value} on data.validation"
+
+
+def _metrics(folder: RunFolder) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are of a step."""
+    return [line for line in read_lines(folder.path / "metrics.jsonl") if isinstance(line.get("step"), int)]
+
+
+def _number(value: Any, other: int | None) -> Any:
+    return value if isinstance(value, int | float) else other
 
 
 def _config(folder: RunFolder) -> Mapping[str, Any]:

@@ -68,8 +68,9 @@ def resumption(folder: RunFolder, experiment: Experiment) -> Resumption:
 def begin(folder: RunFolder, experiment: Experiment, found: Resumption) -> None:
     """Take back what was written of steps that are taken again, and write the config that the run has now."""
     with folder.writing():
+        folder.clear_temporary()
         for name in ("metrics.jsonl", "samples.jsonl"):
-            keep_lines(folder.path / name, lambda record: record.get("step", 0) <= found.step)
+            keep_lines(folder.path / name, lambda record: record.get("step") in range(1, found.step + 1))
         keep_lines(folder.path / "events.jsonl", lambda record: True)
         write_text(folder.path / "config.toml", experiment.toml())
         (folder.path / HANDOFF).unlink(missing_ok=True)
@@ -80,6 +81,8 @@ def begin(folder: RunFolder, experiment: Experiment, found: Resumption) -> None:
 def _changed(folder: RunFolder, experiment: Experiment) -> list[str]:
     """The keys that differ from the run's config; UserError for one that must not."""
     saved, _ = read(folder.path / "config.toml")
+    if (wanted := experiment.config.run.folder) not in (saved.run.folder, str(folder.path)):
+        raise UserError(near(folder.path), "run.folder", f"got {near(wanted or '')}; a run goes on in its own folder")
     before = _flat(resolved(saved, saved.algorithm))
     now = _flat(resolved(experiment.config, experiment.table))
     lines: list[str] = []

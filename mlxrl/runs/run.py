@@ -21,7 +21,7 @@ from mlxrl.runs.folder import FolderError, RunFolder, claim_free, near
 from mlxrl.runs.memory_limits import without_effect
 from mlxrl.runs.shutdown import Shutdown
 from mlxrl.runs.sinks import Description, Outcome, Sink
-from mlxrl.text import safe
+from mlxrl.text import safe, times
 
 if TYPE_CHECKING:
     from mlxrl.policy.policy import Policy
@@ -112,8 +112,7 @@ class Run:
         config, saved = self.experiment.config, time.monotonic()
         if not evaluations.after_step():
             return
-        for step in steps:
-            self._write(step)
+        for step in steps.recorded(self._write):
             self.shutdown.ask(self.folder.cancel_asked())
             ended = not self.shutdown.requested and not evaluations.after_step()
             late = 0 < config.run.checkpoint_minutes * 60 <= time.monotonic() - saved
@@ -174,7 +173,7 @@ class Run:
         try:
             lines = self._keep() or ["nothing was learned yet"]
             self.folder.enter("interrupted", reason=self.shutdown.reason)
-        except FolderError as error:
+        except UserError as error:
             return self._failed(error)
         self._end("interrupted", ["stopped at once", *lines])
         return 130
@@ -198,6 +197,11 @@ class Run:
         except FolderError:
             if self.folder.path.is_dir():
                 return [self._go_on()]
+        except UserError:  # the state of the user's algorithm cannot be had; the adapters can
+            with suppress(UserError), self.folder.writing():
+                assert self.evaluations is not None
+                self.evaluations.save(self.folder.adapters)
+            return [self._go_on()]
         beside = self.folder.path.with_name(f"{self.folder.path.name}-rescued")
         with suppress(UserError, OSError):
             self.folder = claim_free(beside, self.experiment.toml_in)
@@ -290,8 +294,3 @@ def _evaluations(experiment: Experiment) -> str:
     held_out = f", {2 + between} evaluations of {times(examples, 'example')}" if examples else ", no evaluation"
     chosen = f", {2 + between} of data.validation" if experiment.validation else ""
     return held_out + chosen
-
-
-def times(count: int, noun: str) -> str:
-    """A count with its noun."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,12 +1,14 @@
 """Checkpoints: adapters, optimizer state and counters, from which a run goes on bit for bit.
 
 A checkpoint is a folder `step-000050` that appears whole: it is written beside its place, synced and renamed. Its
-`state.json` has the digest of every other file, so that a damaged one is known.
+`state.json` has the digest of every other file and of what it says itself, so that a damaged one is known.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -18,13 +20,15 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.errors import UserError, one_line
-from mlxrl.files import replacing_all, sha256, write_json
+from mlxrl.files import plain, replacing_all, sha256, write_json
 from mlxrl.policy import adapter_folder
 from mlxrl.policy.policy import Policy
 from mlxrl.protocols import Algorithm
+from mlxrl.train.own import state_of, take_state
 from mlxrl.train.state import RunState
 
 STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+NAME = re.compile("step-[0-9]+")
 ARRAYS = (adapter_folder.WEIGHTS, adapter_folder.CONFIG, OPTIMIZER)
 
 
@@ -57,25 +61,29 @@ def save(
     with replacing_all(folder, (*ARRAYS, STATE)) as temporary:
         policy.save(temporary)
         mx.save_safetensors(str(temporary / OPTIMIZER), dict(tree_flatten(state.optimizer.state)))
-        own: Any = getattr(algorithm, "state_dict", None)
-        saved = {
+        saved = plain({
             "step": state.step, "skipped": state.skipped, "streaks": state.streaks, "values": state.values,
-            "optimizer": type(state.optimizer).__name__, "algorithm": None if own is None else own(), "run": facts,
+            "optimizer": type(state.optimizer).__name__, "algorithm": state_of(algorithm), "run": facts,
             "files": {name: sha256(temporary / name) for name in ARRAYS},
-        }  # fmt: skip
-        write_json(temporary / STATE, saved)
+        })  # fmt: skip
+        write_json(temporary / STATE, {**saved, "sha256": _digest(saved)})
+
+
+def _digest(saved: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of what a `state.json` says besides it."""
+    return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 
 
 def save_rolling(
     folder: Path, keep: int, policy: Policy, state: RunState, algorithm: Algorithm | None, facts: Mapping[str, Any]
 ) -> Path:
-    """Save a checkpoint in a folder of some, and then remove all but the newest `keep`."""
+    """Save a checkpoint in a folder of some, and then remove all but the newest `keep` of those that are not later."""
     path = folder / f"step-{state.step:06d}"
     if path.exists() and not is_whole(path):
         remove([path])
     if not path.exists():
         save(path, policy, state, algorithm, facts)
-    remove(found(folder)[:-keep])
+    remove([one for one in found(folder) if step_of(one) <= state.step][:-keep])
     return path
 
 
@@ -93,8 +101,9 @@ def step_of(folder: Path) -> int:
 
 
 def found(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, whole or not, the earliest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """The checkpoints in a folder, whole or not, the earliest first; what else lies there is none."""
+    there = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted((path for path in there if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def newest(path: str | Path) -> tuple[Checkpoint | None, list[str]]:
@@ -129,10 +138,12 @@ def read(folder: Path) -> Checkpoint:
         raise CheckpointError(str(folder), f"no {STATE}; wanted a checkpoint that a run has saved")
     try:
         saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        if saved.pop("sha256") != _digest(saved):
+            raise CheckpointError(str(folder), f"{STATE} is damaged: it is not as it was saved")
         for name, value in saved["files"].items():
             if sha256(folder / name) != value:
                 raise CheckpointError(str(folder), f"{name} is damaged: it is not as it was saved")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(str(folder), f"damaged: {one_line(error)}") from error
@@ -173,6 +184,4 @@ def restore(
     state.optimizer.state = tree_unflatten(list(arrays.items()))
     state.step, state.skipped, state.streaks = saved["step"], saved["skipped"], dict(saved["streaks"])
     state.values = dict(saved["values"])
-    own: Any = getattr(algorithm, "load_state_dict", None)
-    if own is not None:
-        own(saved["algorithm"])
+    take_state(algorithm, saved["algorithm"])

@@ -166,7 +166,7 @@ def _steps(training: Training, state: RunState) -> Iterator[Step]:
     """A training step an iteration: sample, score, compute advantages, update."""
     rollout, seed, policy = training.rollout, training.seed, training.policy
     while (index := state.step) < training.steps:
-        state.start = Snapshot.of(policy, state)
+        state.start = Snapshot.of(policy, state, training.algorithm)
         streaks = Streaks(training.sampling, training.train, state.streaks)
         mx.reset_peak_memory()
         clock = Clock()

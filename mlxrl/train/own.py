@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from mlxrl.errors import UserError, brief, exception_line
+from mlxrl.files import strict_json
 from mlxrl.protocols import Algorithm
 from mlxrl.types import Group, Logprobs, Metrics, MicroBatch, Totals, Trajectory
 
@@ -35,6 +37,28 @@ def advantages_of(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[Seq
             where = f"group {number} of {len(group)} trajectories"
             raise UserError(algorithm.name, "advantages", f"wanted {SHAPE}; got {brief(credits)} for {where}")
     return found
+
+
+def state_of(algorithm: Algorithm | None) -> Any:
+    """A copy of what an algorithm keeps from step to step, as JSON has it; None for one without such.
+
+    Raises:
+        UserError: it is no strict JSON, or a user's code raises.
+    """
+    if algorithm is None or (own := getattr(algorithm, "state_dict", None)) is None:
+        return None
+    found: Any = _called(algorithm, "state_dict", own)
+    try:
+        return strict_json(json.dumps(found, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        why = f"wanted strict JSON: finite numbers, texts, lists and objects of them; got {brief(found)}"
+        raise UserError(algorithm.name, "state_dict", why) from None
+
+
+def take_state(algorithm: Algorithm | None, value: Any) -> None:
+    """Hand an algorithm what `state_of` has found; UserError where a user's code raises."""
+    if algorithm is not None and (own := getattr(algorithm, "load_state_dict", None)) is not None:
+        _called(algorithm, "load_state_dict", lambda: own(value))
 
 
 def loss_of(algorithm: Algorithm, new: Logprobs, batch: MicroBatch, totals: Totals) -> tuple[mx.array, Metrics]:

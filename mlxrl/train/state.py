@@ -12,6 +12,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.policy.differentiate import leaves
 from mlxrl.policy.policy import Policy
+from mlxrl.protocols import Algorithm
+from mlxrl.train.own import state_of, take_state
 
 
 @dataclass(slots=True)
@@ -36,23 +38,25 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Adapters, optimizer state and counters at a moment. Arrays are referred to, not copied."""
+    """Adapters, optimizer, counters and the algorithm's own state at a moment. Arrays are referred to, no copies."""
 
     adapters: Mapping[str, mx.array]
     optimizer: Mapping[str, mx.array]
     step: int
     skipped: int
     streaks: Mapping[str, int]
+    own: Any = None
 
     @classmethod
-    def of(cls, policy: Policy, state: RunState) -> Snapshot:
+    def of(cls, policy: Policy, state: RunState, algorithm: Algorithm) -> Snapshot:
         """The present values."""
         adapters: dict[str, Any] = dict(leaves(policy.model.trainable_parameters()))
         optimizer: Any = dict(tree_flatten(state.optimizer.state))
-        return cls(adapters, optimizer, state.step, state.skipped, dict(state.streaks))
+        return cls(adapters, optimizer, state.step, state.skipped, dict(state.streaks), state_of(algorithm))
 
-    def restore(self, policy: Policy, state: RunState) -> None:
+    def restore(self, policy: Policy, state: RunState, algorithm: Algorithm) -> None:
         """Put the values back."""
         policy.model.load_weights(list(self.adapters.items()), strict=False)
         state.optimizer.state = tree_unflatten(list(self.optimizer.items()))
         state.step, state.skipped, state.streaks = self.step, self.skipped, dict(self.streaks)
+        take_state(algorithm, self.own)

@@ -88,6 +88,7 @@ class Steps(Iterator[Step]):
         self.state = state
         self._policy, self._algorithm, self._facts = policy, algorithm, facts
         self._steps, self._begun = steps, False
+        self._unrecorded: Snapshot | None = None
 
     def save(self, folder: str | Path, keep: int = 2) -> Path:
         """Save a checkpoint as `folder`/step-000050, after which the newest `keep` of them stay; returns its path.
@@ -99,10 +100,22 @@ class Steps(Iterator[Step]):
         return checkpoint.save_rolling(folder, keep, self._policy, self.state, self._algorithm, facts)
 
     def rewind(self) -> None:
-        """Take a step back that was broken off: adapters and state are those before it."""
-        if self.state.start is not None:
-            self.state.start.restore(self._policy, self.state)
-            self.state.start = None
+        """Take a step back that was broken off, or not recorded: adapters and state are those before it."""
+        if (start := self.state.start or self._unrecorded) is not None:
+            start.restore(self._policy, self.state, self._algorithm)
+        self.state.start = self._unrecorded = None
+
+    def recorded(self, record: Callable[[Step], None]) -> Iterator[Step]:
+        """The steps, each once `record` is done with it. One whose record is broken off is taken back."""
+        while True:
+            self._unrecorded = Snapshot.of(self._policy, self.state, self._algorithm)
+            step = next(self, None)
+            if step is not None:
+                record(step)
+            self._unrecorded = None
+            if step is None:
+                return
+            yield step
 
     def take_back(self, path: str | Path, **values: Any) -> None:
         """Put adapters, optimizer and counters of a checkpoint back, and keep values with the state.
@@ -110,7 +123,7 @@ class Steps(Iterator[Step]):
         The number of steps taken stays, and with it data and keys go on: the steps that led here are not taken again.
         """
         state, other = self.state, RunState(self.state.optimizer)
-        state.start = Snapshot.of(self._policy, state)  # until all is in its place
+        state.start = Snapshot.of(self._policy, state, self._algorithm)  # until all is in its place
         checkpoint.restore(checkpoint.read(Path(path)), self._policy, other, self._algorithm, self._facts())
         values = {**state.values, **values}
         state.skipped, state.streaks, state.values, state.start = other.skipped, other.streaks, values, None
@@ -126,7 +139,9 @@ class Steps(Iterator[Step]):
             warnings.warn(line, stacklevel=3)
         if found is None:
             raise checkpoint.CheckpointError(str(path), "no whole checkpoint; wanted one that a run has saved")
+        self._begun = True  # one that is refused says why, and nothing more
         checkpoint.restore(found, self._policy, self.state, self._algorithm, self._facts())
+        self._begun = False
         return self
 
     def __iter__(self) -> Steps:
