@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from helpers import CONFIG, JUDGE, ROOT
+from helpers import CONFIG, EXAMPLE, JUDGE, ROOT
 from mlxrl.cli import main
 from mlxrl.files import read_lines
 from mlxrl.runs.folder import RunFolder
@@ -136,6 +136,23 @@ def test_data_that_have_changed_are_refused(folder, capsys):
     capsys.readouterr()
     assert resume("steps=2") == 2
     assert capsys.readouterr().err == "mlxrl: out/run: data: few.jsonl has other examples than the run began with\n"
+
+
+def test_rewards_that_have_changed_are_told_and_a_teacher_that_has_is_refused(folder, capsys):
+    shutil.copytree(EXAMPLE, "teacher")
+    assert train("steps=1") == 0
+    capsys.readouterr()
+    with Path("judge.py").open("a") as file:
+        file.write("# other")
+    assert main(["train", "--resume", str(RUN), "steps=2", "--dry-run"]) == 0
+    assert "# changed: judge.py is another file than the run began with\n" in capsys.readouterr().out
+    assert train('run.folder="out/taught"', "steps=1", "algorithm.name=opd", "teacher.id=teacher") == 0
+    config = json.loads(Path("teacher/config.json").read_text())
+    Path("teacher/config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert main(["train", "--resume", "out/taught", "steps=2"]) == 2
+    wanted = "mlxrl: out/taught: teacher: config.json is another file than the run began with\n"
+    assert capsys.readouterr().err == wanted
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder, capsys):

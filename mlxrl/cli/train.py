@@ -50,8 +50,11 @@ def command(experiment: Experiment, arguments: argparse.Namespace) -> int:
 
 def _facts(experiment: Experiment) -> dict[str, Any]:
     """What a run begins with, besides its models."""
-    data = facts.data_digests(experiment)
-    return {"seed": experiment.config.seed, "versions": facts.versions(), "device": facts.device(), "data": data}
+    config = experiment.config
+    return {
+        "seed": config.seed, "versions": facts.versions(), "device": facts.device(),
+        "data": facts.data_digests(experiment), "code": facts.code_digests(config),
+    }  # fmt: skip
 
 
 def _resume(experiment: Experiment, arguments: argparse.Namespace) -> int:

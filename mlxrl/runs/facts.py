@@ -16,6 +16,7 @@ from mlxrl.files import expanded
 
 if TYPE_CHECKING:
     from mlxrl.runs.experiment import Experiment
+    from mlxrl.tables import Config
     from mlxrl.types import Task
 
 WHOLE = 1 << 30
@@ -97,6 +98,13 @@ def data_digests(experiment: Experiment) -> list[dict[str, Any]]:
     held_out = ((data.evaluation, experiment.held_out), (data.validation, experiment.validation))
     evaluated = [data_digest(source, tasks) for source, tasks in held_out if source is not None]
     return [data_digest(data.train, experiment.tasks), *evaluated]
+
+
+def code_digests(config: Config) -> dict[str, str]:
+    """The digests of the files of a user's code that a config names, by their paths."""
+    named = [*config.reward.functions, *config.run.sinks, config.environment.factory, config.algorithm.get("name")]
+    paths = {name.rpartition(":")[0] for name in named if isinstance(name, str)}
+    return {path: digest(Path(path)) for path in sorted(paths) if path.endswith(".py") and os.path.isfile(path)}
 
 
 def digest(path: Path) -> str:

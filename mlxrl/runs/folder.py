@@ -27,7 +27,7 @@ from mlxrl.files import append_lines, write_json, write_text
 
 State = Literal["configured", "running", "cancelled", "interrupted", "failed", "succeeded"]
 """cancelled: ended at a step boundary when asked to. interrupted: stopped at once, or killed while running."""
-KINDS = {"model": dict, "teacher": dict, "versions": dict, "device": dict, "data": list}
+KINDS = {"model": dict, "teacher": dict, "versions": dict, "device": dict, "data": list, "code": dict}
 """What the facts in a manifest are, where it is read again."""
 TEMPORARY = re.compile(r"\.(.+\.[0-9]+(\.[a-z]+)?|step-[0-9]+)")
 """The names that `files` and `checkpoint.remove` give what is not whole."""

@@ -60,7 +60,7 @@ def resumption(folder: RunFolder, experiment: Experiment) -> Resumption:
     if found is None and damaged:
         why = "none of its checkpoints is whole; copy one back, or begin another run from its adapters"
         raise UserError(near(damaged[0]), why)
-    changed = _changed(folder, experiment)
+    changed = [*_changed(folder, experiment), *_changed_code(folder, experiment)]
     _refuse_other_files(folder, experiment)
     return Resumption(found, damaged, changed)
 
@@ -103,13 +103,20 @@ def _changed(folder: RunFolder, experiment: Experiment) -> list[str]:
     return lines
 
 
+def _changed_code(folder: RunFolder, experiment: Experiment) -> list[str]:
+    """The files of the user's code that are others than the run began with, which is their wish."""
+    before, now = folder.manifest().get("code", {}), facts.code_digests(experiment.config)
+    return [f"{near(path)} is another file than the run began with" for path in now
+            if before.get(path, now[path]) != now[path]]  # fmt: skip
+
+
 def _refuse_other_files(folder: RunFolder, experiment: Experiment) -> None:
     """UserError where the model's files or the data are others than the run began with."""
     manifest, config = folder.manifest(), experiment.config
-    old, new = manifest.get("model", {}).get("files"), facts.model(config.model.id)["files"]
-    if old and old != new:
-        name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
-        raise UserError(near(folder.path), "model", f"{name} is another file than the run began with")
+    for part, source in (("model", config.model.id), ("teacher", config.teacher.id)):
+        if (old := manifest.get(part, {}).get("files")) and source and old != (new := facts.model(source)["files"]):
+            name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+            raise UserError(near(folder.path), part, f"{name} is another file than the run began with")
     if (start := manifest.get("parent")) and start != handoff.parent_of(config.model.adapter):
         why = f"{near(start['adapter'])} is another adapter than the run began with"
         raise UserError(near(folder.path), "model", why)
