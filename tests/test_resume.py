@@ -197,6 +197,17 @@ def test_checkpoints_of_later_steps_take_no_place_of_earlier_ones(tmp_path):
         assert begun("grpo", resume=tmp_path)[1].state.step == 2
 
 
+def test_a_checkpoint_of_another_run_at_the_same_step_gives_way(tmp_path):
+    """A run that goes on from step 1 with another learning rate saves its own step 2."""
+    _, steps, _ = begun("grpo")
+    first = [(next(steps), steps.save(tmp_path))[1] for _ in range(2)]
+    policy, other, _ = begun("grpo", resume=first[0], optimizer=Optimizer(learning_rate=0.1))
+    next(other)
+    saved = mx.load(str(other.save(tmp_path) / "adapters.safetensors"))
+    now = flat(policy.model.trainable_parameters())
+    assert all(mx.array_equal(saved[name], value) for name, value in now.items())
+
+
 def test_steps_that_are_taken_back_are_not_taken_again(tmp_path):
     """Step 3 is undone: weights, optimizer and the algorithm's state are those after step 2, and step 4 comes next."""
     policy, steps, algorithm = begun("own state")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +75,20 @@ def _digest(saved: Mapping[str, Any]) -> str:
 
 
 def save_rolling(
-    folder: Path, keep: int, policy: Policy, state: RunState, algorithm: Algorithm | None, facts: Mapping[str, Any]
+    folder: Path,
+    keep: int,
+    policy: Policy,
+    state: RunState,
+    algorithm: Algorithm | None,
+    facts: Mapping[str, Any],
+    own: Container[Path],
 ) -> Path:
-    """Save a checkpoint in a folder of some, and then remove all but the newest `keep` of those that are not later."""
+    """Save a checkpoint in a folder of some, and then remove all but the newest `keep` of those that are not later.
+
+    own: checkpoints of this run; one of another run at the same step gives way.
+    """
     path = folder / f"step-{state.step:06d}"
-    if path.exists() and not is_whole(path):
+    if path.exists() and not (path.absolute() in own and is_whole(path)):
         remove([path])
     if not path.exists():
         save(path, policy, state, algorithm, facts)

@@ -89,6 +89,7 @@ class Steps(Iterator[Step]):
         self._policy, self._algorithm, self._facts = policy, algorithm, facts
         self._steps, self._begun = steps, False
         self._unrecorded: Snapshot | None = None
+        self._own: set[Path] = set()
 
     def save(self, folder: str | Path, keep: int = 2) -> Path:
         """Save a checkpoint as `folder`/step-000050, after which the newest `keep` of them stay; returns its path.
@@ -97,7 +98,9 @@ class Steps(Iterator[Step]):
         """
         self.rewind()
         folder, facts = Path(folder), self._facts()
-        return checkpoint.save_rolling(folder, keep, self._policy, self.state, self._algorithm, facts)
+        path = checkpoint.save_rolling(folder, keep, self._policy, self.state, self._algorithm, facts, self._own)
+        self._own.add(path.absolute())
+        return path
 
     def rewind(self) -> None:
         """Take a step back that was broken off, or not recorded: adapters and state are those before it."""
@@ -142,6 +145,7 @@ class Steps(Iterator[Step]):
         self._begun = True  # one that is refused says why, and nothing more
         checkpoint.restore(found, self._policy, self.state, self._algorithm, self._facts())
         self._begun = False
+        self._own.add(found.folder.absolute())
         return self
 
     def __iter__(self) -> Steps:
