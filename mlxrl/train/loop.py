@@ -91,7 +91,7 @@ def run(
     seed: int = 0,
     resume: str | Path | None = None,
 ) -> Steps:
-    """Train to step `steps`: an iterator of steps, whose `save(folder)` keeps a checkpoint. All follows from (seed, step).
+    """Train to step `steps`: an iterator of steps, whose `save` keeps a checkpoint. All follows from (seed, step).
 
     Args:
         tasks: those of `mlxrl.tasks`, or what that reads; prompts that fill the model's context are left out.
