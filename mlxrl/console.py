@@ -166,25 +166,31 @@ class Console(Sink):
                 self._print(f"  {kind:<5}  {number(one.reward):>6}  {length}  {said}", style)
 
     def _compared(self, evaluation: Mapping[str, Any]) -> None:
-        before, after, (low, high) = evaluation["before"], evaluation["after"], evaluation["interval"]
+        before, after = evaluation["before"], evaluation["after"]
         accuracy = f"accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}"
         reward = f"mean reward {before['mean_reward']:.3f} -> {after['mean_reward']:.3f}"
         self._print(f"  held-out  {accuracy}, {reward}", "bold")
-        interval = f"95 % interval {low:+.3f} to {high:+.3f}, {evaluation.get('pairs', after['n'])} pairs"
-        style = "green" if low > 0 else "red" if high < 0 else "yellow"
-        self._print(f"            difference {evaluation['difference']:+.3f}, {interval}", style)
+        of = f"{evaluation.get('pairs', after['n'])} pairs"
+        self._difference(evaluation["difference"], evaluation["interval"], 3, of)
         counts = ", ".join(f"{evaluation[name]} {name}" for name in ("improved", "worsened", "equal"))
         p = f", McNemar p = {evaluation['mcnemar_p']:.3g}" if "mcnemar_p" in evaluation else ""
         self._print(f"            {counts}{p}")
 
     def _compared_losses(self, evaluation: Mapping[str, Any]) -> None:
-        before, after, (low, high) = evaluation["before"], evaluation["after"], evaluation["loss_interval"]
+        before, after = evaluation["before"], evaluation["after"]
         losses = f"loss {before['loss']:.4f} -> {after['loss']:.4f}"
         perplexity = f"perplexity {before['perplexity']:.4g} -> {after['perplexity']:.4g}"
         self._print(f"  held-out  {losses}, {perplexity}", "bold")
-        interval = f"95 % interval {low:+.4f} to {high:+.4f}, {after['answer_tokens']:,} tokens"
-        style = "green" if high < 0 else "red" if low > 0 else "yellow"
-        self._print(f"            difference {evaluation['loss_difference']:+.4f}, {interval}", style)
+        of = f"{after['answer_tokens']:,} tokens"
+        self._difference(evaluation["loss_difference"], evaluation["loss_interval"], 4, of, better=-1)
+
+    def _difference(self, mean: float, interval: Sequence[float], digits: int, of: str, better: int = 1) -> None:
+        """A difference with its 95 % interval, green where all of that is better: above 0, or below it for -1."""
+        low, high = interval
+        worst, best = sorted((better * low, better * high))
+        words = f"{mean:+.{digits}f}, 95 % interval {low:+.{digits}f} to {high:+.{digits}f}, {of}"
+        style = "green" if worst > 0 else "red" if best < 0 else "yellow"
+        self._print(f"            difference {words}", style)
 
     def _print(self, line: str, style: str = "") -> None:
         encoding = self._rich.encoding

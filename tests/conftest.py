@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,5 +14,7 @@ import mlxrl.algo
 import mlxrl.policy
 import mlxrl.types
 import shapes
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what it runs in the background
 
 WATCHED = sum(map(shapes.watch, (mlxrl.types, mlxrl.algo, mlxrl.policy)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -58,3 +59,22 @@ def refusing(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         return err.replace(f"{folder}/", "")
 
     return refused
+
+
+def strange(path: Path, kind: str, text: str) -> None:
+    """Make what is no file, or no file that can be read, of a kind; root reads everything, which skips the test."""
+    if kind == "a dangling link":
+        path.symlink_to(path.with_name("nowhere"))
+    elif kind == "a loop of links":
+        path.symlink_to(path)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a folder with a folder":
+        (path / "train.jsonl").mkdir(parents=True)
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "unreadable":
+        if os.geteuid() == 0:
+            pytest.skip("root reads everything")
+        path.write_text(text)
+        path.chmod(0)

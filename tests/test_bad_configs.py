@@ -8,7 +8,7 @@ import pytest
 
 from helpers import ROOT
 from mlxrl.cli import main
-from refusals import BASE, Accepted, refusing
+from refusals import BASE, Accepted, refusing, strange
 
 TEXT = {
     "[lora]\nrank = 1979-05-27": "run.toml: lora: rank: wanted a whole number of at least 1 and at most 65536, got",
@@ -131,20 +131,6 @@ def test_an_override_is_refused(refused, override, words):
     assert words in refused(override)
 
 
-def made(folder, kind):
-    """The config as something that is no file, or no file that can be read."""
-    path = folder / "run.toml"
-    if kind == "a dangling link":
-        path.symlink_to(folder / "nowhere")
-    elif kind == "a loop of links":
-        path.symlink_to(path)
-    elif kind == "a folder":
-        path.mkdir()
-    elif kind == "unreadable":
-        path.write_text(BASE)
-        path.chmod(0)
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -156,9 +142,7 @@ def made(folder, kind):
     ],
 )
 def test_a_path_that_is_no_config_is_refused(refused, tmp_path, kind, words):
-    if kind == "unreadable" and os.geteuid() == 0:
-        pytest.skip("root reads everything")
-    made(tmp_path, kind)
+    strange(tmp_path / "run.toml", kind, BASE)
     assert words in refused(config=None)
 
 

@@ -114,7 +114,7 @@ def test_a_model_whose_passes_are_not_what_it_samples_from_is_refused():
     options: Any = {"reward": length, "steps": 1, "rollout": PAIRS, "sampling": Sampling(max_tokens=6)}
     before = flat(p.model.trainable_parameters())
     with pytest.raises(
-        ValueError, match=r"step 1: fresh samples of .*qwen3 differ by 0\.\d+ nats .* 0\.02 that float32"
+        ValueError, match=r"step 1: fresh samples of .*qwen3 differ by 0\.\d+ nats .* 0\.002 that float32"
     ):
         list(run(other, TASKS, grpo(), **options))
     now = flat(p.model.trainable_parameters())

@@ -91,15 +91,13 @@ def run(
     seed: int = 0,
     resume: str | Path | None = None,
 ) -> Steps:
-    """Train to step `steps`. Everything random is a function of (seed, step), so a run can be continued.
+    """Train to step `steps`: an iterator of steps, whose `save` keeps a checkpoint. All follows from (seed, step).
 
     Args:
         tasks: those of `mlxrl.tasks`, or what that reads; prompts that fill the model's context are left out.
         reward: a function of TRL's signature, several, or a `Reward`; None where a teacher or an environment gives it.
         environment: see `sample`; teacher: see `update`; optimizer: settings, or an optimizer of MLX's.
         resume: a checkpoint, a folder of them or of a run: the run goes on bit for bit from the newest whole one.
-    Returns:
-        an iterator of steps; its `save(folder)` keeps a checkpoint.
     Raises:
         UserError: an argument is wrong or without effect, by the call itself. Diverged: three updates were not finite.
     """
