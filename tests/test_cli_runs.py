@@ -98,6 +98,7 @@ def test_a_cancelled_run_is_continued_and_more_steps_are_told(folder, capsys):
     assert resume("--dry-run", "steps=3", "optimizer.learning_rate=2e-3") == 0
     assert capsys.readouterr().out == (
         "# resumed: from step 1\n# changed: optimizer.learning_rate was 0.001, is 0.002\n# changed: steps was 2, is 3\n"
+        "# changed: judge.py is another file than the run began with\n"
     )
     assert resume("steps=3") == 0
     assert "changed    steps was 2, is 3" in capsys.readouterr().out
