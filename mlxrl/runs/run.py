@@ -148,6 +148,8 @@ class Run:
 
     def _keep(self) -> list[str]:
         """Save the steps so far, as a checkpoint and as adapters; where they lie, and the command that goes on."""
+        if self.steps is not None:
+            self.steps.rewind()
         if self.evaluations is None or not self._taken:
             return []
         self._checkpoint()
