@@ -108,6 +108,9 @@ class Taken:
     def __iter__(self):
         return self
 
+    def rewind(self):
+        """No step was broken off."""
+
     def __next__(self):
         raise StopIteration
 

@@ -73,7 +73,7 @@ def states(path: Path = RUN) -> list[str]:
     return [event["event"] for event in read_lines(path / "events.jsonl") if event["event"] in known]
 
 
-@pytest.mark.parametrize("when", [1, 3, 4])
+@pytest.mark.parametrize("when", [*(pytest.param(step, marks=pytest.mark.slow) for step in (1, 3)), 4])
 def test_a_killed_run_is_continued_to_the_same_end(folder, when):
     assert train('run.folder="whole"') == 0
     done = child(on_step=f"signal.raise_signal(signal.SIGKILL) if calls == {when + 1 + when // 3} else None")

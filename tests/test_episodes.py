@@ -58,7 +58,7 @@ def test_tokens_and_log_probs_are_those_of_a_fresh_forward(make, template):
     assert lasts == {True, False}
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [dense, *(pytest.param(make, marks=pytest.mark.slow) for make in (hybrid, moe))])
 def test_nobodys_tokens_depend_on_the_others(make, monkeypatch):
     """Slots, refills, slow environments, and when answers are continued with."""
     p = brief_policy(make)

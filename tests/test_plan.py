@@ -372,6 +372,7 @@ def test_a_dry_run_shows_the_plan_and_what_was_chosen(folder, capsys):
     assert f"# memory: {why}" in out
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_largest_pass_that_fits_says_so_and_writes_it_down(folder, capsys):
     found = planned("rollout.tasks_per_step=64").with_({PASS: 512}).peak("update") / 1e9 * 1.2  # 1,024 need twice that
     assert main(["train", "--config", "run.toml", "rollout.tasks_per_step=64", "steps=1", "--memory", f"{found}"]) == 0

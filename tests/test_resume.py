@@ -103,7 +103,13 @@ def result(policy: Policy, steps: Any, taken: list[Any]) -> tuple[dict[str, list
     return {name: array.tolist() for name, array in arrays.items()}, told
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALIKE = ("dr_grpo", "gspo_token", "rloo", "reinforce_pp_baseline", "gmpo", "luspo", "sapo", "dppo")
+"""Kinds whose state is that of GRPO."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in ALIKE else kind for kind in KINDS]
+)
 def test_a_continued_run_is_the_whole_one(kind, tmp_path):
     policy, whole, _ = begun(kind)
     arrays, told = result(policy, whole, list(whole))
