@@ -156,6 +156,22 @@ def test_rewards_that_have_changed_are_told_and_a_teacher_that_has_is_refused(fo
     assert capsys.readouterr().err == wanted
 
 
+def test_a_model_and_data_that_were_moved_are_followed(folder, capsys):
+    shutil.copytree(ROOT / "examples/arithmetic", "before")
+    assert train("steps=1", 'model.id="before"', 'data.train="before/train.jsonl"') == 0
+    os.rename("before", "after")
+    capsys.readouterr()
+    assert resume("steps=2", 'model.id="after"', 'data.train="after/train.jsonl"') == 0
+    out = capsys.readouterr().out
+    assert "changed    data.train was" in out
+    assert "changed    model.id was" in out
+    Path("other").mkdir()
+    shutil.copytree("after", "other", dirs_exist_ok=True)
+    Path("other/config.json").write_text(Path("after/config.json").read_text() + " ")
+    assert resume("steps=3", 'model.id="other"', 'data.train="after/train.jsonl"') == 2
+    assert "out/run: model.id: the run has" in capsys.readouterr().err
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder, capsys):
     assert train('run.folder="whole"') == 0
     assert train("steps=3") == 0

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxrl.config import read, resolved
+from mlxrl.config import resolved
 from mlxrl.errors import UserError, brief
 from mlxrl.files import keep_lines, write_text
 from mlxrl.runs import facts, handoff
 from mlxrl.runs.experiment import Experiment
 from mlxrl.runs.folder import RunFolder, near
 from mlxrl.store import HANDOFF
+from mlxrl.toml import parsed
 from mlxrl.train import checkpoint
 from mlxrl.train.checkpoint import Checkpoint
 
@@ -80,27 +81,33 @@ def begin(folder: RunFolder, experiment: Experiment, found: Resumption) -> None:
 
 def _changed(folder: RunFolder, experiment: Experiment) -> list[str]:
     """The keys that differ from the run's config; UserError for one that must not."""
-    saved, _ = read(folder.path / "config.toml")
-    if (wanted := experiment.config.run.folder) not in (saved.run.folder, str(folder.path)):
+    saved, moved = parsed(folder.path / "config.toml"), _moved(folder, experiment)
+    wanted, own = experiment.config.run.folder, saved.get("run", {}).get("folder")
+    if wanted not in (own, str(folder.path)):
         raise UserError(near(folder.path), "run.folder", f"got {near(wanted or '')}; a run goes on in its own folder")
-    before = _flat(resolved(saved, saved.algorithm))
-    now = _flat(resolved(experiment.config, experiment.table))
+    before, now = _flat(saved), _flat(resolved(experiment.config, experiment.table))
     lines: list[str] = []
-    for key in sorted({*before, *now} - {"run.folder"}):
-        old, new = before.get(key), now.get(key)
-        if old == new:
-            continue
-        line = f"{key} was {brief(old)}, is {brief(new)}"
-        if any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED):
+    for key in sorted(key for key in {*before, *now} - {"run.folder"} if before.get(key) != now.get(key)):
+        old, new = brief(before.get(key)), brief(now.get(key))
+        if key not in moved and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED):
             start = f'model.adapter="{near(folder.adapters)}"'
-            raise UserError(
-                near(folder.path),
-                key,
-                f"the run has {brief(old)}, got {brief(new)}; a run goes on with its "
-                f"own model, adapters, data and optimizer; another one begins from its adapter with {start}",
-            )
-        lines.append(line)
+            why = f"the run has {old}, got {new}; a run goes on with its own model, adapters, data and optimizer"
+            raise UserError(near(folder.path), key, f"{why}; another one begins from its adapter with {start}")
+        lines.append(f"{key} was {old}, is {new}")
     return lines
+
+
+def _moved(folder: RunFolder, experiment: Experiment) -> set[str]:
+    """The keys that name a place of what is the same there as where the run began."""
+    manifest, config = folder.manifest(), experiment.config
+    same: set[str] = set()
+    for part, source in (("model", config.model.id), ("teacher", config.teacher.id)):
+        old = manifest.get(part, {}).get("files")
+        same |= {f"{part}.id"} if source and old and old == facts.model(source)["files"] else set()
+    data = [(one["examples"], one["sha256"]) for one in manifest.get("data", ())]
+    if data and data == [(one["examples"], one["sha256"]) for one in facts.data_digests(experiment)]:
+        same |= {"data.train", "data.evaluation", "data.validation"}
+    return same
 
 
 def _changed_code(folder: RunFolder, experiment: Experiment) -> list[str]:
