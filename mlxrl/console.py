@@ -32,7 +32,7 @@ LEFT = "     left"
 """The last column where there is no progress bar: with it lines are wider than 80 columns."""
 HEADING_EVERY = 20
 SAMPLE_WIDTH = 240
-"""Characters of a completion that are shown."""
+"""Characters of a completion that are printed."""
 MARKS = {"+": ("▲", "green"), "-": ("▼", "red"), "=": ("·", "dim"), "": (" ", "")}
 
 
@@ -133,7 +133,7 @@ class Console(Sink):
             self._progress.start()
 
     def _line(self, step: Step) -> None:
-        """Mean reward or loss, what `_sampled` or `_learned` says, seconds of the update, peak memory, time left."""
+        """Mean reward or loss, what `_sampled` or `_learned` adds, seconds of the update, peak memory, time left."""
         metrics, done = step.metrics, step.number
         current = float(metrics.get("loss" if step.demonstrated else "reward", math.nan))
         mark, style = MARKS[trend(current, self._course)]
@@ -226,7 +226,7 @@ def _learned(metrics: Mapping[str, Any]) -> str:
 
 
 def _said(one: Trajectory) -> str:
-    """What a model has said; of an episode, what it read in between, too."""
+    """The completion; of an episode, its turns with the observations between them."""
     first = one.turns[0].text if one.turns else ""
     return " ".join([first, *(f"[{turn.observation_text}] {turn.text}" for turn in one.turns[1:])])
 

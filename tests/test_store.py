@@ -186,8 +186,8 @@ def test_a_name_that_leads_to_no_adapter(home, name):
 
 def test_where_the_store_is(monkeypatch):
     monkeypatch.setenv("MLXRL_STORE", "")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert store.place() == Path("/home/someone/.mlxrl/adapters")
+    monkeypatch.setenv("HOME", "/nowhere/someone")
+    assert store.place() == Path("/nowhere/someone/.mlxrl/adapters")
     monkeypatch.setenv("MLXRL_STORE", "store")
     with pytest.raises(StoreError, match="MLXRL_STORE: wanted an absolute path, got 'store'"):
         store.place()

@@ -34,7 +34,7 @@ class Evaluations:
     the result is chosen, a run ends early, and an adapter is taken back.
 
     steps: in whose state the selection is. busy: the span of something that takes a while, shown to people.
-    report: what evaluation.json says.
+    report: the contents of evaluation.json.
     """
 
     experiment: Experiment

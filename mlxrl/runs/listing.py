@@ -1,4 +1,4 @@
-"""The runs in a folder, and one run, as what they have written down tells them."""
+"""The runs in a folder, and one run, read from the files of their folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxrl.text import number, safe, shorten, sparkline
 from mlxrl.toml import parsed
 
 WIDTH = 200
-"""Characters of a completion that are shown."""
+"""Characters of a completion that are printed."""
 SAMPLES = 4
 NUMBERS = ("accuracy", "mean_reward", "loss", "perplexity")
 """Of an evaluation, those that it has."""
@@ -109,10 +109,10 @@ def _evaluations(folder: RunFolder) -> Iterator[str]:
     if found.get("loss_difference") is not None:
         low, high = found["loss_interval"]
         yield f"held-out  loss difference {found['loss_difference']:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}"
-    if chosen := found.get("validation"):
-        name = "mean_reward" if "mean_reward" in chosen else "loss"
-        value = f"{name.replace('_', ' ')} {chosen[name]:.3f}"
-        yield f"best      after step {chosen['best_step']}: {value} on data.validation"
+    if best := found.get("validation"):
+        name = "mean_reward" if "mean_reward" in best else "loss"
+        value = f"{name.replace('_', ' ')} {best[name]:.3f}"
+        yield f"best      after step {best['best_step']}: {value} on data.validation"
 
 
 def _metrics(folder: RunFolder) -> list[dict[str, Any]]:

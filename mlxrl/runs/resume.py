@@ -61,8 +61,9 @@ def resumption(folder: RunFolder, experiment: Experiment) -> Resumption:
     if found is None and damaged:
         why = "none of its checkpoints is whole; copy one back, or begin another run from its adapters"
         raise UserError(near(damaged[0]), why)
-    changed = [*_changed(folder, experiment), *_changed_code(folder, experiment)]
-    _refuse_other_files(folder, experiment)
+    now = _digests(experiment)
+    changed = [*_changed(folder, experiment, now), *_changed_code(folder, experiment)]
+    _refuse_other_files(folder, experiment, now)
     return Resumption(found, damaged, changed)
 
 
@@ -79,9 +80,17 @@ def begin(folder: RunFolder, experiment: Experiment, found: Resumption) -> None:
     folder.event("resumed", step=found.step, damaged=found.damaged, changed=found.changed)
 
 
-def _changed(folder: RunFolder, experiment: Experiment) -> list[str]:
+def _digests(experiment: Experiment) -> dict[str, Any]:
+    """The files of an experiment's models, and its data, by digest: what a manifest has under the same names."""
+    config = experiment.config
+    sources = {"model": config.model.id, "teacher": config.teacher.id}
+    models = {part: facts.model(source) for part, source in sources.items() if source not in (None, "base")}
+    return {**models, "data": facts.data_digests(experiment)}
+
+
+def _changed(folder: RunFolder, experiment: Experiment, digests: Mapping[str, Any]) -> list[str]:
     """The keys that differ from the run's config; UserError for one that must not."""
-    saved, moved = parsed(folder.path / "config.toml"), _moved(folder, experiment)
+    saved, moved = parsed(folder.path / "config.toml"), _moved(folder.manifest(), digests)
     wanted, own = experiment.config.run.folder, saved.get("run", {}).get("folder")
     if wanted not in (own, str(folder.path)):
         raise UserError(near(folder.path), "run.folder", f"got {near(wanted or '')}; a run goes on in its own folder")
@@ -97,17 +106,13 @@ def _changed(folder: RunFolder, experiment: Experiment) -> list[str]:
     return lines
 
 
-def _moved(folder: RunFolder, experiment: Experiment) -> set[str]:
+def _moved(manifest: Mapping[str, Any], digests: Mapping[str, Any]) -> set[str]:
     """The keys that name a place of what is the same there as where the run began."""
-    manifest, config = folder.manifest(), experiment.config
-    same: set[str] = set()
-    for part, source in (("model", config.model.id), ("teacher", config.teacher.id)):
-        old = manifest.get(part, {}).get("files")
-        same |= {f"{part}.id"} if source and old and old == facts.model(source)["files"] else set()
-    data = [(one["examples"], one["sha256"]) for one in manifest.get("data", ())]
-    if data and data == [(one["examples"], one["sha256"]) for one in facts.data_digests(experiment)]:
-        same |= {"data.train", "data.evaluation", "data.validation"}
-    return same
+    same = {f"{part}.id" for part in ("model", "teacher") if part in digests
+            and (old := manifest.get(part, {}).get("files")) and old == digests[part]["files"]}  # fmt: skip
+    before = [(one["examples"], one["sha256"]) for one in manifest.get("data", ())]
+    now = [(one["examples"], one["sha256"]) for one in digests["data"]]
+    return same | ({"data.train", "data.evaluation", "data.validation"} if before == now else set())
 
 
 def _changed_code(folder: RunFolder, experiment: Experiment) -> list[str]:
@@ -117,18 +122,19 @@ def _changed_code(folder: RunFolder, experiment: Experiment) -> list[str]:
             if before.get(path, now[path]) != now[path]]  # fmt: skip
 
 
-def _refuse_other_files(folder: RunFolder, experiment: Experiment) -> None:
+def _refuse_other_files(folder: RunFolder, experiment: Experiment, digests: Mapping[str, Any]) -> None:
     """UserError where the model's files or the data are others than the run began with."""
     manifest, config = folder.manifest(), experiment.config
-    for part, source in (("model", config.model.id), ("teacher", config.teacher.id)):
-        if (old := manifest.get(part, {}).get("files")) and source and old != (new := facts.model(source)["files"]):
+    for part in ("model", "teacher"):
+        old, new = manifest.get(part, {}).get("files"), digests.get(part, {}).get("files")
+        if old and new is not None and old != new:
             name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
             raise UserError(near(folder.path), part, f"{name} is another file than the run began with")
     if (start := manifest.get("parent")) and start != handoff.parent_of(config.model.adapter):
         why = f"{near(start['adapter'])} is another adapter than the run began with"
         raise UserError(near(folder.path), "model", why)
     before = {one["source"]: one["sha256"] for one in manifest.get("data", ())}
-    for now in facts.data_digests(experiment):
+    for now in digests["data"]:
         if before.get(now["source"], now["sha256"]) != now["sha256"]:
             why = f"{near(now['source'])} has other examples than the run began with"
             raise UserError(near(folder.path), "data", why)

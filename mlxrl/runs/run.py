@@ -35,8 +35,8 @@ class Run:
     """A run under way.
 
     policy, teacher: loaded before the folder is made, so that what cannot be had leaves none. sinks: what receives it.
-    busy: the span of something that takes a while, shown to people. lines: what is said of it besides what the
-    experiment says. start: where it goes on, None for a run from its beginning. steps, evaluations: as far as they
+    busy: the span of something that takes a while, shown to people. lines: its description besides that of the
+    experiment. start: where it goes on, None for a run from its beginning. steps, evaluations: as far as they
     have come. manifest: as the run began.
     """
 
@@ -70,7 +70,7 @@ class Run:
                 return self._failed(error)
 
     def _run(self) -> int:
-        """Evaluate, train, save, and evaluate again."""
+        """Evaluate, train, save, and evaluate the result."""
         self._begin()
         resume = None if self.start is None else self.start.folder
         self.steps = iter(self.experiment.steps(self.policy, self.teacher, resume))
